@@ -1,0 +1,367 @@
+"""
+Looped transformers with conformal transitions, in one file.
+
+A looped transformer reuses one block for N recurrent steps, so that depth is spent at run time and not in
+parameters. Between two steps a linear *transition* A acts on the residual stream:
+
+    h = 0
+    repeat N times:
+        h = A h + e          # e: the embedded input, RMS-normalised; at every step, or only at the first
+        h = block(h)         # the same weights every step
+    logits = head(norm(h))
+
+A *write* w made at step s reaches step t as A^(t-s) w. Whether the block can still read it there, and can tell how
+old it is, is a question about the geometry of A. Read on in this order: Config; Transition, which is the subject;
+Block, an ordinary pre-norm transformer block; LoopedTransformer, the loop above; gram and drift, two ways to look at
+A. What follows them only draws.
+
+    B, T     sequences in a batch, positions in a sequence
+    d        width of the residual stream (dim); plane j is the pair of coordinates (2j, 2j+1)
+    G        number of groups; a group is a run of d/2/G neighbouring planes
+    e, h     (B, T, d)  embedded input; residual stream
+    A        (d, d)     transition; never formed, as its eigenvalues are all one needs
+    r_g      (G,)       radius of group g, in (0, 1): what a write keeps of its length in one step
+    theta_j  (d/2,)     phase of plane j, in radians: how far a write turns in one step
+
+Sources: the four transitions follow a paper on blockwise conformal transitions, known here by its abstract and three
+captions only (README.md says which statement is whose). r = exp(-exp(nu)) is from the Linear Recurrent Unit (Orvieto
+et al. 2023), the free diagonal and its start at r = 0.447 from Parcae (Prairie et al. 2026), rotary positions from
+RoFormer (Su et al. 2021).
+"""
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+
+@dataclass
+class Config:
+    """The shape of a model. Raises ValueError, in one line, for a shape that cannot be built."""
+    vocab_size: int
+    dim: int = 64                  # d
+    heads: int = 4                 # attention heads, each of an even size, as rotary positions turn pairs
+    layers: int = 1                # blocks inside one recurrent step
+    loops: int = 8                 # N, for a call that names no other count
+    transition: str = "blockwise"  # one of Transition.KINDS, or "untied": A = I and a block of its own for each step
+    groups: int = 8                # G
+    inject: str = "every"          # add e at "every" step, or "once", at the first
+    radius: float = 0.447          # where every radius starts
+    phases: str = "log"            # where the phases start, one of Transition.PHASES
+    context: int = 0               # how many positions attention looks back on, its own included; 0: all
+
+    def __post_init__(self):
+        for name in "vocab_size", "dim", "heads", "layers", "loops":
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.dim % (2 * self.heads):
+            raise ValueError(f"dim is {self.dim} and heads is {self.heads}; dim must be a multiple of 2 x heads")
+        if self.inject not in ("every", "once"):
+            raise ValueError(f"inject is {self.inject!r}; it must be 'every' or 'once'")
+        if self.context < 0:
+            raise ValueError(f"context is {self.context}; it must be a number of positions, or 0 for all")
+        self.make_transition()  # which checks the rest
+
+    def make_transition(self):
+        kind = "identity" if self.transition == "untied" else self.transition
+        return Transition(self.dim, kind, self.groups, self.radius, self.phases)
+
+
+class Transition(nn.Module):
+    """The linear map A that acts on the residual stream between two recurrent steps.
+
+    Coordinates (2j, 2j+1) are read as one complex number, and A multiplies it by r_g exp(i theta_j): it turns plane j
+    by theta_j and shrinks it by the radius of its group. All kinds are this one map, told apart by how many radii
+    there are and by whether there are phases:
+
+        kind       radii  phases
+        diagonal   d      none    every coordinate shrinks on its own, nothing turns
+        conformal  1      d/2     all angles are kept
+        blockwise  G      d/2     angles are kept inside a group; every group has its own timescale
+        complex    d/2    d/2     angles are kept inside a plane only
+        identity   none   none    A = I, the control
+
+    Parameters: nu (radii,), theta (phases,). Raises ValueError for arguments that fit no such map.
+    """
+    KINDS = "diagonal", "conformal", "blockwise", "complex", "identity"
+    PHASES = "log", "uniform", "small", "zero", "signs"
+
+    def __init__(self, dim, kind="blockwise", groups=8, radius=0.447, phases="log"):
+        super().__init__()
+        if kind not in self.KINDS:
+            raise ValueError(f"transition is {kind!r}; it must be one of {', '.join(self.KINDS)}")
+        if dim < 2 or dim % 2 or groups < 1 or dim // 2 % groups:
+            raise ValueError(f"groups is {groups}; it must divide dim / 2, which is {dim / 2:g}")
+        if not 0.001 <= radius <= 0.999:
+            raise ValueError(f"radius is {radius}; it must lie between 0.001 and 0.999")
+        if phases not in self.PHASES:
+            raise ValueError(f"phases is {phases!r}; it must be one of {', '.join(self.PHASES)}")
+        self.dim, self.kind, self.groups = dim, kind, groups
+
+        # All radii start at one value, whatever the kind: radii spread out for one kind and not for another decide a
+        # comparison by themselves. At Parcae's 0.447 a write has faded to a tenth after three steps.
+        radii = {"diagonal": dim, "conformal": 1, "blockwise": groups, "complex": dim // 2, "identity": 0}[kind]
+        self.nu = nn.Parameter(torch.full((radii,), math.log(-math.log(radius))))
+
+        # Phases log-spaced from half a turn per step to nearly none make a clock with fast and slow hands. Every
+        # group is such a clock, and all kinds start from the same phases.
+        n = dim // 2 // groups
+        start = {"log": torch.logspace(math.log10(math.pi), math.log10(0.03), n),
+                 "uniform": torch.linspace(math.pi, math.pi / n, n),
+                 "small": torch.logspace(-2, -3, n),
+                 "zero": torch.zeros(n),
+                 "signs": torch.arange(n) % 2 * math.pi}[phases]  # kept there, a diagonal whose half is negative
+        self.theta = nn.Parameter(start.repeat(0 if kind in ("diagonal", "identity") else groups))
+
+    def forward(self, h, steps=1):
+        """A^steps h in closed form. h: (..., d) -> (..., d); steps: an integer >= 0."""
+        return self.power(steps)(h)
+
+    def power(self, steps=1):
+        """The function h -> A^steps h. It works the eigenvalues out once, for as many calls as you like."""
+        if self.kind == "identity":
+            return lambda h: h
+        if self.kind == "diagonal":
+            scale = self.radii() ** steps
+            return lambda h: (h * scale).to(h.dtype)
+        turn = torch.polar(self.radii()[::2] ** steps, self.phases()[::2] * steps)
+
+        def act(h):
+            planes = h.to(torch.promote_types(h.dtype, torch.float32)).unflatten(-1, (-1, 2)).contiguous()
+            return torch.view_as_real(torch.view_as_complex(planes) * turn).flatten(-2).to(h.dtype)
+        return act
+
+    def radii(self):
+        """(d,) the radius at each coordinate, strictly inside (0, 1) for any nu; 1 for the identity."""
+        if self.kind == "identity":
+            return self.nu.new_ones(self.dim)
+        # float32 rounds exp(-exp(-17)) to 1 and exp(-exp(5)) to 0; half precision would round much sooner.
+        nu = self.nu.to(torch.promote_types(self.nu.dtype, torch.float32)).clamp(-16, 4)
+        return torch.exp(-torch.exp(nu)).repeat_interleave(self.dim // len(nu))
+
+    def phases(self):
+        """(d,) the phase of the plane that each coordinate lies in, in radians; 0 for the kinds without."""
+        theta = self.theta.to(torch.promote_types(self.theta.dtype, torch.float32))
+        return theta.repeat_interleave(2) if len(theta) else theta.new_zeros(self.dim)
+
+    def eigenvalues(self):
+        """(d,) complex: r exp(i theta) and r exp(-i theta) of each plane, next to each other."""
+        return torch.polar(self.radii(), self.phases() * torch.tensor([1, -1]).to(self.nu).repeat(self.dim // 2))
+
+    def matrix(self):
+        """(d, d) the dense A, for checking."""
+        return self(torch.eye(self.dim).to(self.nu)).T
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block: causal attention with rotary positions, then an MLP. (B, T, d) -> (B, T, d)."""
+
+    def __init__(self, dim, heads):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(dim, bias=False), nn.LayerNorm(dim, bias=False)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
+        self.up, self.down = nn.Linear(dim, 4 * dim, bias=False), nn.Linear(4 * dim, dim, bias=False)
+
+    @staticmethod
+    def rotary(positions, size):
+        """positions (T,) -> (T, size/2) complex: how far each pair of coordinates of a head turns there."""
+        speed = 10000 ** (-torch.arange(0, size, 2, device=positions.device) / size)
+        angle = torch.outer(positions, speed)
+        return torch.polar(torch.ones_like(angle), angle)
+
+    def forward(self, h, rotary=None, mask=None, cache=None):
+        B, T, d = h.shape
+        if rotary is None:  # it is the same at every step, so a loop makes it once and hands it in
+            rotary = self.rotary(torch.arange(T, device=h.device), d // self.heads)
+        qkv = self.qkv(self.norm1(h)).view(B, T, 3 * self.heads, -1).transpose(1, 2)
+        qk, v = qkv.split((2 * self.heads, self.heads), 1)
+        qk = qk.to(torch.promote_types(qk.dtype, torch.float32)).unflatten(-1, (-1, 2))
+        qk = torch.view_as_real(torch.view_as_complex(qk) * rotary).flatten(-2).to(v.dtype)
+        q, k = qk.chunk(2, 1)
+        if cache is not None:
+            k, v = cache(k, v)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1)
+        h = h + self.out(y.transpose(1, 2).reshape(B, T, d))
+        return h + self.down(F.gelu(self.up(self.norm2(h))))
+
+
+class Cache:
+    """Keys and values of one block at one recurrent step: the last `window` positions, in a ring."""
+
+    def __init__(self, window):
+        self.window, self.seen, self.ring = window, 0, None
+
+    def __call__(self, k, v):
+        """k, v (B, heads, T, size) of the next T positions -> those of all positions they look back on."""
+        if self.ring is None:
+            self.ring = k.new_zeros(2, *k.shape[:2], self.window, k.shape[3])
+        at = self.seen % self.window
+        self.ring[0, :, :, at:at + k.shape[2]], self.ring[1, :, :, at:at + k.shape[2]] = k, v
+        self.seen += k.shape[2]
+        return self.ring[:, :, :, :self.seen]  # keys know their position, so a ring need not be unrolled
+
+
+class LoopedTransformer(nn.Module):
+    """tokens (B, T) int64 -> logits (B, T, vocab_size) float32, with any number of loops >= 1."""
+
+    def __init__(self, config):
+        super().__init__()
+        c = self.config = config
+        self.embed = nn.Embedding(c.vocab_size, c.dim)
+        self.blocks = nn.ModuleList(Block(c.dim, c.heads) for _ in
+                                    range(c.layers * (c.loops if c.transition == "untied" else 1)))
+        self.transition = c.make_transition()
+        self.norm, self.head = nn.LayerNorm(c.dim, bias=False), nn.Linear(c.dim, c.vocab_size, bias=False)
+        for p in self.parameters():
+            if p.ndim == 2:
+                nn.init.normal_(p, std=0.02)  # small, so that a block starts close to h = h
+        self.recompute = False  # True: keep no activations of a step, and work them out again going backward
+
+    def forward(self, tokens, loops=None, caches=None):
+        c, T = self.config, tokens.shape[1]
+        loops = c.loops if loops is None else loops
+        if loops < 1:
+            raise ValueError(f"loops is {loops}; it must be at least 1")
+        start = caches[0].seen if caches else 0
+        position = torch.arange(start, start + T, device=tokens.device)
+        rotary, mask = Block.rotary(position, c.dim // c.heads), None
+        if c.context and T > c.context:
+            age = position[:, None] - position
+            mask = (age >= 0) & (age < c.context)
+
+        def block(h, step):  # c.layers blocks, the same at every step unless they are untied
+            for i in range(step * c.layers, (step + 1) * c.layers):
+                h = self.blocks[i % len(self.blocks)](h, rotary, mask, caches[i] if caches else None)
+            return h
+        if self.recompute and torch.is_grad_enabled():
+            run, block = block, lambda *args: torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=False)
+
+        e = F.rms_norm(self.embed(tokens), (c.dim,))
+        A = self.transition.power(1)
+        h = torch.zeros_like(e)
+        for step in range(loops):
+            h = A(h) + e if step == 0 or c.inject == "every" else A(h)
+            h = block(h, step)
+        return self.head(self.norm(h)).float()
+
+    @torch.no_grad()
+    def stream(self, tokens, n, loops=None, temperature=1.0, top_k=None, generator=None):
+        """Yields the next token (B, 1), n times. Temperature 0 takes the likeliest.
+
+        Past config.context positions attention slides: every position looks back on that many, exactly as in forward.
+        """
+        c, T = self.config, tokens.shape[1]
+        window = c.context or T + n
+        caches = [Cache(window) for _ in range((loops or c.loops) * c.layers)]
+        for chunk in (tokens[:, :window], *tokens[:, window:].split(1, dim=1)):
+            logits = self(chunk, loops, caches)[:, -1] if chunk.shape[1] else None
+        for i in range(n):
+            if temperature == 0:
+                token = logits.argmax(-1, keepdim=True)
+            else:
+                if top_k:
+                    least = logits.topk(min(top_k, c.vocab_size)).values[:, -1:]
+                    logits = logits.masked_fill(logits < least, -math.inf)
+                token = torch.multinomial(F.softmax(logits / temperature, -1), 1, generator=generator)
+            yield token
+            if i + 1 < n:
+                logits = self(token, loops, caches)[:, -1]
+
+    def generate(self, tokens, n, loops=None, temperature=1.0, top_k=None, generator=None):
+        """(B, T) -> (B, T + n), T >= 1: the tokens and n more, drawn one after the other; see stream."""
+        return torch.cat((tokens, *self.stream(tokens, n, loops, temperature, top_k, generator)), 1)
+
+
+@torch.no_grad()
+def writes(transition, write, steps):
+    """(d,) -> (steps, d): the directions of w, A w, A^2 w, ...; brought to length 1 at each step, so none vanishes."""
+    A, h, directions = transition.power(1), write, []
+    for _ in range(steps):
+        h = h / h.norm()
+        directions.append(h)
+        h = A(h)
+    return torch.stack(directions)
+
+
+def gram(transition, write, steps):
+    """(d,) -> (steps, steps): the cosine of A^s write and A^t write."""
+    w = writes(transition, write, steps)
+    return w @ w.T
+
+
+def drift(transition, u, v, steps):
+    """(d,), (d,) -> (steps,): the angle between A^t u and A^t v in degrees, t = 0 .. steps - 1."""
+    u, v = writes(transition, u, steps), writes(transition, v, steps)
+    return torch.rad2deg(2 * torch.atan2((u - v).norm(dim=1), (u + v).norm(dim=1)))  # exact for small angles too
+
+
+# ---- Pictures. The method ends here; what follows draws it in a terminal, 80 columns wide.
+
+def example(kind):
+    """A transition with its radii spread out, as training may leave them, so that the kinds differ in a picture."""
+    t = Transition(96, kind, groups=4, phases="uniform")
+    n = len(t.nu)
+    radii = torch.linspace(0.5, 0.95, n) if n > 1 else torch.tensor([0.8])
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(1)) if kind == "complex" else torch.arange(n)
+    t.nu.data = torch.log(-torch.log(radii[order]))
+    return t
+
+
+def spark(angles):
+    return "".join("▁▂▃▄▅▆▇█"[min(7, int(a / 90 * 8))] for a in angles)
+
+
+def heat(cosines, colour):
+    """One string a row: blue to red, or in plain text light to dark for 0 to 1 and letters for 0 to -1."""
+    ramp = (21, 33, 75, 153, 254, 223, 215, 202, 196)
+    level = lambda c: round(4 * min(1, max(-1, c))) + 4
+    cell = lambda c: f"\033[48;5;{ramp[level(c)]}m  \033[0m" if colour else 2 * "@o=- ░▒▓█"[level(c)]
+    return ["".join(map(cell, row)) for row in cosines.tolist()]
+
+
+def disc(eigenvalues):
+    """One string a row: the unit circle, dotted, and the eigenvalues in it, in braille: 36 x 36 dots."""
+    z = torch.cat((eigenvalues, torch.polar(torch.ones(40), torch.arange(40) * math.pi / 20)))
+    dots = torch.zeros(36, 36, dtype=torch.int64)
+    dots[(17.5 - 17.5 * z.imag).round().long(), (17.5 + 17.5 * z.real).round().long()] = 1
+    weight = torch.tensor([[1, 8], [2, 16], [4, 32], [64, 128]])  # how Unicode numbers the dots of a braille cell
+    cells = (dots.view(9, 4, 18, 2).transpose(1, 2) * weight).sum((2, 3))
+    return ["".join(chr(0x2800 + c) for c in row) for row in cells.tolist()]
+
+
+def show(named, steps=33, colour=False):
+    """Prints the three figures for a list of (name, Transition)."""
+    def panels(title, text, pictures):
+        print(f"\n{title}\n" + "  ".join(f"{name:18}" for name, _ in named).rstrip())
+        print("\n".join("  ".join(row) for row in zip(*pictures)))
+        print(text)
+
+    random = torch.Generator().manual_seed(0)
+    print("Drift: the angle between two writes that start 60 degrees apart, after 0, 4, 16, 32 steps")
+    print(f"{'':11}{'both in one plane':23}{'both in one group':23}in the whole space")
+    for name, t in named:
+        cells = []
+        for size in 2, t.dim // t.groups, t.dim:
+            u, v = F.normalize(torch.rand(2, t.dim, generator=random) * (torch.arange(t.dim) < size))
+            v = F.normalize(v - (u @ v) * u, dim=0)
+            angle = drift(t, u, u / 2 + v * 0.75 ** 0.5, steps)
+            cells.append(" ".join(f"{a:2.0f}" for a in angle[[0, 4, 16, 32]].tolist()) + " " + spark(angle[:32:4]))
+        print(f"{name:11}" + "   ".join(cells))
+    print("One bar is four steps. A phase keeps angles in every part that shares a radius, and only there.")
+
+    write = torch.randn(named[0][1].dim, generator=random)
+    panels("Gram: the cosine of one write after t steps (across) and after s steps (down), every second step to 16",
+           "All alike: nothing tells an old write from a new one. Stripes: the cosine depends on the age t - s alone.",
+           [heat(gram(t, write, 17)[::2, ::2], colour) for _, t in named])
+    panels("Spectrum: the eigenvalues r exp(+-i theta) in the unit disk",
+           "On the real axis nothing turns; a circle is one radius shared by many phases.",
+           [disc(t.eigenvalues().detach()) for _, t in named])
+
+
+if __name__ == "__main__":
+    import os
+    import sys
+    show([(kind, example(kind)) for kind in Transition.KINDS[:4]], colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ)
