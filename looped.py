@@ -211,13 +211,11 @@ class LoopedTransformer(nn.Module):
         super().__init__()
         c = self.config = config
         self.embed = nn.Embedding(c.vocab_size, c.dim)
+        nn.init.normal_(self.embed.weight, std=0.02)  # e is normalised, so this only says how fast training turns it
         self.blocks = nn.ModuleList(Block(c.dim, c.heads) for _ in
                                     range(c.layers * (c.loops if c.transition == "untied" else 1)))
         self.transition = c.make_transition()
         self.norm, self.head = nn.LayerNorm(c.dim, bias=False), nn.Linear(c.dim, c.vocab_size, bias=False)
-        for p in self.parameters():
-            if p.ndim == 2:
-                nn.init.normal_(p, std=0.02)  # small, so that a block starts close to h = h
         self.recompute = False  # True: keep no activations of a step, and work them out again going backward
 
     def forward(self, tokens, loops=None, caches=None):
@@ -256,8 +254,9 @@ class LoopedTransformer(nn.Module):
         c, T = self.config, tokens.shape[1]
         window = c.context or T + n
         caches = [Cache(window) for _ in range((loops or c.loops) * c.layers)]
-        for chunk in (tokens[:, :window], *tokens[:, window:].split(1, dim=1)):
-            logits = self(chunk, loops, caches)[:, -1] if chunk.shape[1] else None
+        logits = self(tokens[:, :window], loops, caches)[:, -1]
+        for t in range(window, T):  # a ring has no room for more than one new position once it is full
+            logits = self(tokens[:, t:t + 1], loops, caches)[:, -1]
         for i in range(n):
             if temperature == 0:
                 token = logits.argmax(-1, keepdim=True)

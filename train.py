@@ -1,16 +1,16 @@
 """
-Train a looped transformer, on state tracking or on text, and see what it learned.
+Train a looped transformer on state tracking or on text, and see what it learned.
 
-    python train.py                                   blockwise on the products of S3, and a report
-    python train.py --transition diagonal             the same with another transition
-    python train.py --task text --text FILE           characters (without --text: tinyshakespeare)
+    python train.py                                      blockwise on the products of S3, and a report
+    python train.py --transition diagonal                the same with another transition
+    python train.py --task text [--text FILE]            characters; without a file, tinyshakespeare
     python train.py --sample CHECKPOINT --prompt "ROMEO:"
-    python train.py --resume CHECKPOINT               goes on exactly where a run stopped
-    python train.py --compare --seeds 5               every transition, one table
-    python train.py --bench                           what a step costs, and where
+    python train.py --resume CHECKPOINT                  go on exactly where a run stopped
+    python train.py --compare --seeds 5                  every transition, one table
+    python train.py --bench                              what a step costs, and where
 
-Read train() first: it is the whole training loop. Before it come the flags and the optimiser, after it evaluation and
-report, checkpoints, sampling, the comparison, the benchmark.
+The training loop is train(). Flags and optimisers come before it; evaluation, checkpoints, sampling, the comparison and
+the benchmark after.
 """
 import argparse
 import contextlib
@@ -18,12 +18,14 @@ import difflib
 import io
 import json
 import math
+import multiprocessing
 import os
 import signal
 import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -33,124 +35,109 @@ from tqdm import tqdm
 from data import Text, WordProblem, decode, encode
 from looped import Config, LoopedTransformer, Transition
 
-KINDS = (*Transition.KINDS, "untied")
-
 
 class Bad(Exception):
-    """Something the user can mend; main() prints it as one line."""
+    """Something wrong that the user can mend: main() prints it in one line and exits with 2."""
 
 
-def whole(text):
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
+def at_least(least):
+    def convert(text):
+        with contextlib.suppress(ValueError):
+            if least <= type(least)(text) < math.inf:
+                return type(least)(text)
+        kind = "whole number" if isinstance(least, int) else "number"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a {kind} of at least {least}")
+    return convert
 
 
 def loop_range(text):
-    low, _, high = text.partition("-")
-    if whole(low) > whole(high or low):
-        raise argparse.ArgumentTypeError(f"{text!r} runs downwards; write the smaller number first")
+    low, dash, high = text.partition("-")
+    if at_least(1)(low) > at_least(1)(high if dash else low):
+        raise argparse.ArgumentTypeError(f"{text!r} runs downwards; write the smaller count first")
     return text
 
 
-def positive(text):
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) < math.inf:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-
-
-def temperature(text):
-    return 0.0 if text in ("0", "0.0") else positive(text)
-
-
-def seed(text):
-    return 0 if text == "0" else whole(text)
-
-
-# flag: type or choices, default (for the state task, for text), help. These make the run; its name tells those changed.
+# flag: type or choices, default (or a pair: for state, for text), help. These decide what is learned.
 RUN = {
     "task": (("state", "text"), "state", "state tracking, or characters"),
-    "transition": (KINDS, "blockwise", "what acts between two recurrent steps; untied: a block of its own per step"),
-    "group": (str, "S3", "state: the group, Z#, S#, A# or a product such as A4xZ5"),
-    "length": (whole, (8, 64), "elements in a sequence; for text the context, in characters"),
-    "loops": (loop_range, ("8", "4"), "recurrent steps; LOW-HIGH draws a count per batch"),
-    "dim": (whole, (64, 128), "width of the residual stream"),
-    "heads": (whole, 4, "attention heads"),
-    "layers": (whole, 1, "blocks inside one recurrent step"),
-    "groups": (whole, 8, "groups of planes: radii of blockwise, and repeats of the starting phases"),
-    "inject": (("every", "once"), ("once", "every"), "add the input at every recurrent step, or at the first only"),
-    "radius": (positive, 0.447, "start of every radius"),
+    "transition": ((*Transition.KINDS, "untied"), "blockwise", "untied: a block of its own for each recurrent step"),
+    "group": (str, "S3", "for state: Z#, S#, A# or a product such as A4xZ5"),
+    "length": (at_least(1), (8, 64), "elements in a sequence, or characters of context"),
+    "loops": (loop_range, ("8", "4"), "recurrent steps; LOW-HIGH draws a count for each batch"),
+    "dim": (at_least(2), (64, 128), "width of the residual stream"),
+    "heads": (at_least(1), 4, "attention heads"),
+    "layers": (at_least(1), 1, "blocks inside one recurrent step"),
+    "groups": (at_least(1), 8, "groups of planes"),
+    "inject": (("every", "once"), ("once", "every"), "add the input at every recurrent step, or at the first"),
+    "radius": (at_least(0.0), 0.447, "start of every radius"),
     "phases": (Transition.PHASES, "log", "start of the phases"),
-    "freeze": (("nothing", "radii", "phases"), "nothing", "what of the transition is not trained"),
-    "optimizer": (("adamw", "muon"), ("adamw", "muon"), "for the matrices; all else takes AdamW"),
-    "lr": (positive, (0.003, 0.01), "highest learning rate"),
-    "steps": (whole, 2000, "training steps"),
-    "batch": (whole, (64, 12), "sequences in a batch"),
-    "text": (str, "", "text: a UTF-8 file; none: tinyshakespeare"),
-    "seed": (seed, 0, "of the weights and of the batches"),
+    "freeze": (("nothing", "radii", "phases"), "nothing", "what of the transition stays at its start"),
+    "optimizer": (("muon", "adamw"), "muon", "for the matrices; everything else takes adamw"),
+    "lr": (at_least(1e-8), 0.01, "highest learning rate"),
+    "steps": (at_least(1), (1000, 2000), "training steps"),
+    "batch": (at_least(1), (64, 12), "sequences in a batch"),
+    "text": (str, "", "for text: a UTF-8 file; none: tinyshakespeare"),
+    "seed": (at_least(0), 0, "for the weights and the batches"),
 }
-# These do not change what is learned.
+# And these do not.
 OTHER = {
-    "every": (whole, 500, "evaluate and save every that many steps"),
+    "every": (at_least(1), 500, "evaluate and save every that many steps"),
     "device": (str, "", "cpu, cuda, mps; none: the best there is"),
-    "out": (str, "runs", "folder for the checkpoint and the summary"),
+    "out": (str, "runs", "folder for checkpoints and summaries"),
     "compile": (None, False, "torch.compile the blocks"),
-    "recompute": (None, False, "less memory: work the activations of a step out again going backward"),
+    "recompute": (None, False, "save memory: work out a step's activations again going backward"),
     "resume": (str, "", "go on with this checkpoint"),
     "sample": (str, "", "write text with this checkpoint"),
-    "prompt": (str, "", "what the text begins with"),
-    "chars": (whole, 500, "how many characters to write"),
-    "temperature": (temperature, 0.8, "0 takes the likeliest character"),
-    "top-k": (whole, 0, "draw from the likeliest few only; 0: from all"),
-    "compare": (None, False, "train every transition with several seeds and print one table"),
-    "seeds": (whole, 5, "how many seeds --compare takes"),
+    "prompt": (str, "", "how that text begins"),
+    "chars": (at_least(1), 500, "characters to write"),
+    "temperature": (at_least(0.0), 0.8, "0 takes the likeliest character"),
+    "top-k": (at_least(0), 0, "draw from the likeliest few only; 0: from all"),
+    "compare": (None, False, "train every transition with several seeds, one table"),
+    "seeds": (at_least(1), 5, "how many seeds --compare takes"),
     "bench": (None, False, "measure what a step costs"),
 }
 
 
+def default(name, task):
+    value = (RUN | OTHER)[name][1]
+    return value[task == "text"] if isinstance(value, tuple) else value
+
+
 def parse(argv):
-    """argv -> options, and the names of those given on the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, prog="train.py",
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags = RUN | OTHER
-    for name, (kind, default, text) in flags.items():
-        shown = "{}, with --task text {}".format(*default) if isinstance(default, tuple) else default
-        how = {"action": "store_true"} if kind is None else {"choices": kind} if isinstance(kind, tuple) else {"type": kind}
-        parser.add_argument(f"--{name}", default=None, help=f"{text} [{shown}]" if shown else text,
-                            **how, **({} if kind is None or isinstance(kind, tuple) else {"metavar": "X"}))
+    """argv -> options, those not given filled in by the task. Raises Bad."""
+    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter)
+    for name, (kind, value, text) in (RUN | OTHER).items():
+        value = "%s, for text %s" % value if isinstance(value, tuple) else value
+        how = {"action": "store_true"} if kind is None else {"choices": kind, "metavar": name[0].upper()} \
+            if isinstance(kind, tuple) else {"type": kind, "metavar": name[0].upper()}
+        names = f"{', '.join(kind)}; " if isinstance(kind, tuple) else ""
+        p.add_argument(f"--{name}", default=None, help=names + text + (f" [{value}]" if value else ""), **how)
 
     def error(message):
         raise Bad(message)
-    parser.error = error
-    o, rest = parser.parse_known_args(argv)
-    if rest:
-        near = difflib.get_close_matches(rest[0].split("=")[0], [f"--{name}" for name in flags], 1)
-        raise Bad(f"{rest[0]} is no flag of this program" + (f"; did you mean {near[0]}?" if near else "; see --help"))
-    given = {name for name in flags if getattr(o, name.replace("-", "_")) is not None}
-    for name, (_, default, _) in flags.items():
-        if name not in given:
-            default = default[o.task == "text"] if isinstance(default, tuple) else default
-            setattr(o, name.replace("-", "_"), default)
-    return o, given
+    p.error = error
+    o, unknown = p.parse_known_args(argv)
+    if unknown:
+        near = difflib.get_close_matches(unknown[0].split("=")[0], [f"--{name}" for name in RUN | OTHER], 1)
+        raise Bad(f"{unknown[0]} is not a flag here" + (f"; did you mean {near[0]}?" if near else "; see --help"))
+    o.task = o.task or "state"
+    o.given = {name for name in RUN | OTHER if vars(o)[name.replace("-", "_")] is not None}
+    for name in (RUN | OTHER).keys() - o.given:
+        setattr(o, name.replace("-", "_"), default(name, o.task))
+    return o
 
 
-def run_name(o):
-    """The kind of run and every flag that is not at its default, so that different runs have different names."""
-    parts = [o.task, o.transition]
-    for name, (_, default, _) in RUN.items():
-        default = default[o.task == "text"] if isinstance(default, tuple) else default
-        value = getattr(o, name)
-        if name not in ("task", "transition", "seed") and value != default:
-            parts.append(f"{name}{Path(value).stem if name == 'text' else value}")
-    return "-".join([*parts, f"seed{o.seed}"])
+def checkpoint_path(o):
+    """Named by the task, the transition and every flag off its default: different runs have different names."""
+    changed = [f"{name}{Path(getattr(o, name)).stem if name == 'text' else getattr(o, name)}" for name in RUN
+               if name not in ("task", "transition", "seed") and getattr(o, name) != default(name, o.task)]
+    return Path(o.out, "-".join([o.task, o.transition, *changed, f"seed{o.seed}"]) + ".pt")
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, then every singular value of the update brought close to 1 (Jordan et al. 2024), for matrices.
+    """Momentum whose update has its singular values brought near 1 (Jordan et al. 2024). For matrices only.
 
-    torch.optim.Muon does the same in bfloat16, which a processor without bfloat16 pays for with several times the
-    whole training step; in float32 it is a tenth of one.
+    torch.optim.Muon does this in bfloat16, which on a processor without bfloat16 takes longer than the rest of the step.
     """
 
     def __init__(self, params, lr, weight_decay):
@@ -163,92 +150,101 @@ class Muon(torch.optim.Optimizer):
                 momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
                 momentum.lerp_(p.grad, 0.05)
                 x = p.grad.lerp(momentum, 0.95)
-                x = x if x.shape[0] < x.shape[1] else x.T
-                x = x / (x.norm() + 1e-7)
-                for _ in range(3):  # Newton-Schulz; three rounds train as well as the usual five
+                tall = x.shape[0] > x.shape[1]
+                x = x.T / (x.norm() + 1e-7) if tall else x / (x.norm() + 1e-7)
+                for _ in range(3):  # Newton-Schulz; here three rounds train as well as the usual five
                     s = x @ x.T
                     x = torch.addmm(x, torch.addmm(s, s, s, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
-                x = x if p.shape[0] < p.shape[1] else x.T
-                # 0.2 sqrt(longer side) gives the update the size of one of AdamW's, so both take one learning rate.
-                p.mul_(1 - group["lr"] * group["weight_decay"]).add_(x, alpha=-group["lr"] * 0.2 * max(p.shape) ** 0.5)
+                size = 0.2 * max(p.shape) ** 0.5  # makes the update as large as one of AdamW: one rate serves both
+                p.mul_(1 - group["lr"] * group["weight_decay"]).add_(x.T if tall else x, alpha=-group["lr"] * size)
 
 
 def make_optimizers(model, o):
-    trained = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in trained if p.ndim == 2 and p is not model.embed.weight]
-    rest = [p for p in trained if p.ndim < 2 or p is model.embed.weight]
-    betas = (0.9, 0.98 if o.task == "state" else 0.99)
-    adamw = [{"params": rest, "weight_decay": 0.0}]
-    if o.optimizer == "adamw":
-        adamw.append({"params": matrices, "weight_decay": 0.1})
-    optimizers = [torch.optim.AdamW(adamw, lr=o.lr, betas=betas, fused=True)]
-    return optimizers + [Muon(matrices, o.lr, 0.1)] * (o.optimizer == "muon")
+    matrices = [p for block in model.blocks for p in block.parameters() if p.ndim == 2]
+    chosen = {id(p) for p in matrices}
+    rest = [p for p in model.parameters() if id(p) not in chosen and p.requires_grad]
+    groups = [{"params": rest, "weight_decay": 0.0}, {"params": matrices, "weight_decay": 0.1}]
+    muon = o.optimizer == "muon"
+    adamw = torch.optim.AdamW(groups[:1] if muon else groups, lr=o.lr, betas=(0.9, 0.98), fused=True)
+    return [adamw, Muon(matrices, o.lr, 0.1)] if muon else [adamw]
 
 
 def learning_rate(o, step):
+    """Up over 100 steps, then down to a tenth along a cosine."""
     warm = min(100, o.steps // 20 + 1)
-    if step < warm:
-        return o.lr * (step + 1) / warm
-    return o.lr * (0.55 + 0.45 * math.cos(math.pi * (step - warm) / (o.steps - warm)))  # down to a tenth
+    return o.lr * min((step + 1) / warm, 0.55 + 0.45 * math.cos(math.pi * max(0, step - warm) / max(1, o.steps - warm)))
 
 
 def train(o, state=None):
-    """Trains by the options o, from the start or from the state of a checkpoint; then evaluates and reports."""
+    """Trains by the options, from the start or from a checkpoint's state; reports; returns the exit code."""
     device, cast = pick_device(o.device)
-    task, model, optimizers, generator, draw = build(o, device, state)
-    low, high = loop_bounds(o)
-    path = Path(o.out, run_name(o) + ".pt")
-    start, seconds, began = (state["step"], state["seconds"], time.monotonic()) if state else (0, 0.0, time.monotonic())
+    task, model, optimizers, draw = build(o, device, state)
+    path, generator, low, high = checkpoint_path(o), torch.Generator().manual_seed(o.seed), *loop_bounds(o)
+    first, seconds, seen, stop = 0, 0.0, "", []
+    if state:
+        first, seconds = state["step"], state["seconds"]
+        generator.set_state(state["generator"])
     print(f"{o.transition} on {o.group if o.task == 'state' else 'text'}, length {o.length}, {o.loops} loops, injected "
-          f"{o.inject}, seed {o.seed}: {sum(p.numel() for p in model.parameters()):,} parameters, on {device}")
-    stop, seen = [], ""
-    signal.signal(signal.SIGINT, lambda *_: (stop.append(True), signal.signal(signal.SIGINT, signal.default_int_handler)))
-
-    bar = tqdm(range(start, o.steps), initial=start, total=o.steps, disable=None, dynamic_ncols=True, leave=False)
+          f"{o.inject}, seed {o.seed}: {sum(p.numel() for p in model.parameters()):,} parameters, {device}", flush=True)
+    signal.signal(signal.SIGINT, lambda *_: stop.append(1) if not stop else sys.exit(130))
+    began = time.monotonic()
+    bar = tqdm(range(first, o.steps), initial=first, total=o.steps, disable=None, dynamic_ncols=True, leave=False)
     for step in bar:
         lr = learning_rate(o, step)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = lr
         loops = int(torch.randint(low, high + 1, (), generator=generator))
         tokens, targets = draw(generator)
         with cast():
             loss = F.cross_entropy(model(tokens, loops).flatten(0, 1), targets.flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if (device == "cpu" or step % 20 == 0) and not loss.isfinite():  # on a GPU, asking makes it wait
-            raise Bad(f"the loss at step {step} is {loss.item()}, with learning rate {lr:.2g}; try a smaller --lr. "
-                      + (f"{path} holds an earlier step" if path.exists() else "No checkpoint was written yet"))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        if device == "cpu" or step % 20 == 0:
-            rate = (step + 1 - start) * tokens.numel() / (time.monotonic() - began)
-            bar.set_postfix_str(f"loss {loss.item():.3f} lr {lr:.1e} {rate / 1000:.1f}k tok/s {seen}", refresh=False)
+        look = device == "cpu" or step % 20 == 0  # a GPU has to be waited for
+        if look and not loss.isfinite():
+            raise Bad(f"the loss of step {step} is {loss.item()} at learning rate {lr:.2g}; try a smaller --lr. "
+                      + (f"{path} holds an earlier step" if path.exists() else "No checkpoint had been written"))
+        update(model, loss, optimizers, lr)
+
+        if look:
+            rate = (step + 1 - first) * tokens.numel() / (time.monotonic() - began)
+            bar.set_postfix_str(f"loss {loss.item():.3f}, lr {lr:.1e}, {rate / 1000:.0f}k tok/s{seen}", refresh=False)
         if (step + 1) % o.every == 0 or step + 1 == o.steps or stop:
-            now = seconds + time.monotonic() - began
-            save(path, o, task, step + 1, now, model, optimizers, generator)
+            spent = seconds + time.monotonic() - began
+            save(path, o, task, step + 1, spent, model, optimizers, generator)
             if stop:
                 bar.close()
                 print(f"stopped after step {step + 1}; python train.py --resume {path} goes on")
                 return 130
-            seen = brief(evaluate(model, task, o, device, quick=True))
+            metrics = evaluate(model, task, o, device, quick=True)
+            seen = ", " + ", ".join(f"{name} {show(metrics[name])}" for name in list(metrics)[:2])
             if bar.disable:
-                print(f"step {step + 1:6} loss {loss.item():.4f} lr {lr:.1e} {seen}", flush=True)
+                print(f"step {step + 1}: loss {loss.item():.3f}, lr {lr:.1e}{seen}", flush=True)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     report(o, task, model, path, device, seconds + time.monotonic() - began)
     return 0
 
 
+def update(model, loss, optimizers, lr):
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# ---- From options to a model
+
 def pick_device(name):
-    """The device, and a function giving the context to run the model in: bfloat16 where a CUDA device has it."""
+    """The device, and the context to run the model in: bfloat16 on a CUDA device that has it."""
     name = name or ("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
     try:
         torch.zeros(1, device=name)
-    except (RuntimeError, AssertionError, NotImplementedError) as e:
-        raise Bad(f"--device {name} cannot be used here ({str(e).splitlines()[0]}); --device cpu always works") from None
+    except Exception as e:
+        raise Bad(f"--device {name} cannot be used here: {first_line(e)} --device cpu always can") from None
     half = name.startswith("cuda") and torch.cuda.is_bf16_supported()
     return name, lambda: torch.autocast("cuda", torch.bfloat16) if half else contextlib.nullcontext()
+
+
+def first_line(e):
+    return (str(e) or type(e).__name__).splitlines()[0][:160]
 
 
 def loop_bounds(o):
@@ -262,122 +258,100 @@ def make_config(o, vocab_size):
 
 
 def build(o, device, state=None):
-    """Options -> task, model, optimizers, generator of the batches, and draw(generator) -> tokens, targets."""
+    """Options -> task, model, optimizers and draw(generator) -> tokens, targets; as a checkpoint's state has them."""
     try:
         task = WordProblem(o.group, o.length) if o.task == "state" else Text(o.text or None)
         if o.task == "text":
-            task.batch("train", 1, o.length), task.batch("val", 1, o.length)  # which says so if the text is too short
-        config = make_config(o, task.vocab_size)
+            task.batch("val", 1, o.length), task.batch("train", 1, o.length)  # complain now if the text is too short
+        torch.manual_seed(o.seed)  # a transition draws nothing from it, so all kinds start from the same blocks
+        model = LoopedTransformer(make_config(o, task.vocab_size))
     except ValueError as e:
         raise Bad(e) from None
     except OSError as e:
         raise Bad(f"cannot read {o.text}: {e.strerror}") from None
-    torch.manual_seed(o.seed)  # no transition draws from it, so all kinds start from the same blocks
-    model = LoopedTransformer(config)
     model.recompute = o.recompute
     model.transition.nu.requires_grad_(o.freeze != "radii")
     model.transition.theta.requires_grad_(o.freeze != "phases")
-    model.to(device)
-    optimizers, generator = make_optimizers(model, o), torch.Generator().manual_seed(o.seed)
-    if state:
-        if task.digest != state["digest"]:
-            raise Bad(f"{o.text or 'the text'} is not the text that {o.resume} was trained on; give that one back")
-        model.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        generator.set_state(state["generator"])
-        torch.set_rng_state(state["rng"])
+    optimizers = make_optimizers(model.to(device), o)
 
     def draw(generator):
         if o.task == "state":
             return task.batch(o.batch, generator, device)
         return task.batch("train", o.batch, o.length, generator, device)
+    if state:
+        if state["digest"] != task.digest:
+            raise Bad(f"{o.text or 'the text'} is not the text that {o.resume} was trained on; bring that one back")
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"]):
+            optimizer.load_state_dict(saved)
+        torch.set_rng_state(state["rng"])
     if o.compile:
-        compile_blocks(model, draw(torch.Generator())[0])
-    return task, model, optimizers, generator, draw
-
-
-def compile_blocks(model, tokens):
-    """Compiles each block, not the loop, so that a new loop count costs nothing; goes on without where that fails."""
-    try:
-        for block in model.blocks:
-            block.forward = torch.compile(block.forward)
-        model(tokens, 1).sum().backward()
-    except Exception as e:  # no compiler, no Triton, a Python too new: whatever it is, training works without
-        print(f"--compile does not work here ({str(e).splitlines()[0][:200]}); going on without", file=sys.stderr)
-        for block in model.blocks:
-            del block.forward
-    model.zero_grad()
+        try:  # the blocks, not the loop: a new loop count then compiles nothing anew
+            for block in model.blocks:
+                block.forward = torch.compile(block.forward)
+            model(draw(torch.Generator())[0], 1).sum().backward()
+        except Exception as e:  # no compiler, no Triton, a Python too new: whatever it is, training works without
+            print(f"--compile does not work here ({first_line(e)}); going on without", file=sys.stderr)
+            for block in model.blocks:
+                del block.forward
+        model.zero_grad()
+    return task, model, optimizers, draw
 
 
 # ---- Evaluation and report
 
 @torch.no_grad()
 def evaluate(model, task, o, device, loops=None, quick=False):
-    """What the model gets right on sequences from a seed kept for this, or its loss on the validation tenth."""
-    if o.task == "state":
-        tokens, targets = task.batch(1024 if quick else 4096, torch.Generator().manual_seed(10 ** 6), device)
-        right = torch.cat([model(x, loops).argmax(-1) for x in tokens.split(512)]) == targets
-        right = right[:, 1:].cpu()  # what follows the BOS token
-        prefix = right[:, :-1].all(1)
-        return {"token": right.float().mean().item(), "sequence": right.all(1).float().mean().item(),
-                "last": right[:, -1].float().mean().item(), "right_prefixes": int(prefix.sum()),
-                "last_given_prefix": right[prefix, -1].float().mean().item() if prefix.any() else None,
-                "positions": right.float().mean(0).tolist()}
-    ids = task.splits["val"]
-    starts = torch.arange(0, len(ids) - o.length, o.length)[::8 if quick else 1]
-    windows = ids[starts[:, None] + torch.arange(o.length + 1)].long()
-    losses = torch.cat([F.cross_entropy(model(w[:, :-1], loops).transpose(1, 2), w[:, 1:], reduction="none")
-                        for w in windows.to(device).split(128)])
-    return {"loss": losses.mean().item(), "last_quarter": losses[:, -max(1, o.length // 4):].mean().item()}
+    """State: what is right on sequences from a seed kept for this. Text: the loss over the validation tenth."""
+    if o.task == "text":
+        ids = task.splits["val"]
+        starts = torch.arange(0, len(ids) - o.length, o.length)[::8 if quick else 1]
+        windows = ids[starts[:, None] + torch.arange(o.length + 1)].long().to(device)
+        losses = torch.cat([F.cross_entropy(model(w[:, :-1], loops).transpose(1, 2), w[:, 1:], reduction="none")
+                            for w in windows.split(128)])
+        return {"loss": losses.mean().item(), "last_quarter": losses[:, -(o.length + 3) // 4:].mean().item()}
+    tokens, targets = task.batch(1024 if quick else 4096, torch.Generator().manual_seed(10 ** 9), device)
+    right = torch.cat([model(x, loops).argmax(-1) for x in tokens.split(512)]) == targets
+    right = right[:, 1:].cpu()  # BOS asks for nothing
+    prefix = right[:, :-1].all(1)
+    return {"sequence": right.all(1).float().mean().item(),
+            "last_given_prefix": right[prefix, -1].float().mean().item() if prefix.any() else None,
+            "token": right.float().mean().item(), "last": right[:, -1].float().mean().item(),
+            "right_prefixes": int(prefix.sum()), "positions": right.float().mean(0).tolist()}
 
 
-def brief(metrics):
-    if "loss" in metrics:
-        return f"val {metrics['loss']:.4f}"
-    return f"seq {metrics['sequence']:.3f} last|prefix {number(metrics['last_given_prefix'])}"
-
-
-def number(x):
+def show(x):
     return "-" if x is None else f"{x:.4f}"
 
 
 def report(o, task, model, path, device, seconds):
-    """Prints what was learned, in lines of at most 40 columns, and writes it to the summary beside the checkpoint."""
+    """What was learned, in lines of at most 40 columns, and the summary beside the checkpoint."""
     trained = loop_bounds(o)[1]
-    counts = sorted({1, 2, 4, 8, 16, trained} | ({12, 32} if o.task == "state" else set()))
-    curve = {n: evaluate(model, task, o, device, n) for n in counts}
+    counts = {1, 2, 4, 8, 16, trained} | ({12, 32} if o.task == "state" else set())
+    curve = {n: evaluate(model, task, o, device, n) for n in sorted(counts)}
     final = curve[trained]
-    print()
+    for name in list(final)[:-1] if o.task == "state" else final:
+        print(f"{name.replace('_', ' '):26}{final[name] if name == 'right_prefixes' else show(final[name]):>8}")
     if o.task == "state":
-        print(f"token accuracy              {final['token']:.4f}\nsequence accuracy           {final['sequence']:.4f}\n"
-              f"last token                  {final['last']:.4f}\n"
-              f"last token | prefix right   {number(final['last_given_prefix'])}\n"
-              f"  measured on {final['right_prefixes']} right prefixes\n\naccuracy by position")
+        print("accuracy by position:")
         for i in range(0, o.length, 8):
-            print(f"{i + 1:4}: " + " ".join(f"{p:.2f}"[-4:].lstrip("0") if p < 1 else "1.0" for p in final["positions"][i:i + 8]))
-        print("\nloops  sequence  last | prefix right")
-    else:
-        print(f"validation loss             {final['loss']:.4f}\n"
-              f"  last quarter of context   {final['last_quarter']:.4f}\n\nloops      loss  last quarter")
-    for n, m in curve.items():
-        a, b = (m["sequence"], m["last_given_prefix"]) if o.task == "state" else (m["loss"], m["last_quarter"])
-        print(f"{n:5}    {number(a)}  {number(b):>8}{'   <- trained' if n == trained else ''}")
-    print("injected once: falls beyond the count\ntrained" if o.inject == "once" else
-          "injected at every step: loops beyond the\ncount trained can help", end="; README.md, Depth\n\n")
-    summary = {"run": {name: getattr(o, name) for name in RUN}, "seconds": round(seconds, 1), "device": device,
-               "torch": torch.__version__, "threads": torch.get_num_threads(), **final, "curve": curve,
-               "parameters": sum(p.numel() for p in model.parameters())}
+            print(f"{i + 1:5} " + "".join(f"{100 * p:4.0f}" for p in final["positions"][i:i + 8]))
+    print("loops" + "".join(f"{name.replace('_', ' '):>18}" for name in list(final)[:2]))
+    for n, metrics in curve.items():
+        print(f"{n:4}{'*' if n == trained else ' '}" + "".join(f"{show(x):>18}" for x in list(metrics.values())[:2]))
+    print("* trained at. Beyond it a model falls\nif the input is injected once, and may\nrise if injected at every step.")
+    summary = {"run": {name: getattr(o, name) for name in RUN}, **final, "curve": curve, "seconds": round(seconds),
+               "parameters": sum(p.numel() for p in model.parameters()), "device": device,
+               "threads": torch.get_num_threads(), "torch": torch.__version__, "checkpoint": str(path)}
     write(path.with_suffix(".json"), (json.dumps(summary) + "\n").encode())
-    print(f"{seconds:.0f} s of training; saved\n  {path}\n  {path.with_suffix('.json')}")
-    print(f"python train.py --sample {path}\nwrites text with it" if o.task == "text" else
-          f"python looped.py {path}\ndraws the transition it learned")
+    print(f"{seconds:.0f} s; summary in\n{path.with_suffix('.json')}\nNow python " +
+          (f"train.py --sample\n{path}" if o.task == "text" else f"looped.py\n{path}"))
 
 
 # ---- Checkpoints
 
 def write(path, data):
-    """Beside the file, then moved over it: at every moment the file on disk is a whole one, the old or the new."""
+    """Beside the file, then moved over it: the file on disk is at every moment a whole one."""
     partial = path.with_suffix(".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -389,82 +363,130 @@ def write(path, data):
     except OSError as e:
         with contextlib.suppress(OSError):
             partial.unlink()
-        raise Bad(f"cannot write {path} ({e.strerror}); what was there before is untouched") from None
+        raise Bad(f"cannot write {path}: {e.strerror}; what was there is untouched, --out takes another folder") from None
 
 
 def save(path, o, task, step, seconds, model, optimizers, generator):
     buffer = io.BytesIO()
-    torch.save({"run": {name: getattr(o, name) for name in RUN}, "vocab_size": task.vocab_size, "step": step,
-                "chars": getattr(task, "chars", ""), "digest": task.digest, "seconds": seconds,
+    torch.save({"run": {name: getattr(o, name) for name in RUN}, "step": step, "seconds": seconds,
+                "vocab_size": task.vocab_size, "chars": getattr(task, "chars", ""), "digest": task.digest,
                 "model": model.state_dict(), "optimizers": [x.state_dict() for x in optimizers],
                 "generator": generator.get_state(), "rng": torch.get_rng_state()}, buffer)
     write(path, buffer.getvalue())
 
 
 def load(path):
-    """A checkpoint's file -> its state, its options, and the model. Nothing in the file is executed."""
+    """A checkpoint's state, the options of its run, and its model. Runs nothing that is in the file. Raises Bad."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        o = argparse.Namespace(**{name: state["run"][name] for name in RUN})
-        with torch.device("meta"):  # shapes without memory; the weights come from the file
-            model = LoopedTransformer(make_config(o, state["vocab_size"]))
+        run = argparse.Namespace(**{name: state["run"][name] for name in RUN})
+        with torch.device("meta"):  # shapes alone; the weights are the file's
+            model = LoopedTransformer(make_config(run, state["vocab_size"]))
         model.load_state_dict(state["model"], assign=True)
     except OSError as e:
         raise Bad(f"cannot read {path}: {e.strerror}") from None
-    except Exception as e:  # whatever is in a broken or hostile file, it is not ours
-        raise Bad(f"{path} is no whole checkpoint of this program ({type(e).__name__}: {str(e).splitlines()[0][:80]})") from None
-    return state, o, model
+    except Exception as e:  # a broken or hostile file can raise anything
+        raise Bad(f"{path} is not a whole checkpoint of this program ({type(e).__name__}: {first_line(e)})") from None
+    return state, run, model
 
 
-def resume(o, given):
-    if extra := given - {"resume", "device", "compile", "recompute", "every"}:
-        raise Bad(f"--resume takes its flags from the checkpoint; leave out --{sorted(extra)[0]}")
+def resume(o):
+    if extra := o.given - {"resume", "task", "device", "compile", "recompute", "every"}:
+        raise Bad(f"--resume takes the run's flags from the checkpoint; leave out --{min(extra)}")
     state, run, _ = load(o.resume)
-    vars(o).update(vars(run), out=str(Path(o.resume).parent))
-    if state["step"] >= o.steps:
-        raise Bad(f"{o.resume} is finished: it holds step {state['step']} of {o.steps}")
+    vars(o).update(vars(run), out=Path(o.resume).parent)
     return train(o, state)
 
 
-def sample(o, given):
+def start(o):
+    path = checkpoint_path(o)
+    if path.exists():
+        state, run, _ = load(path)
+        if vars(run) != {name: getattr(o, name) for name in RUN}:
+            raise Bad(f"{path} holds a run with other flags; give another --out, or move it away")
+        if state["step"] < o.steps:
+            raise Bad(f"{path} holds this run at step {state['step']} of {o.steps}; --resume it, or move it away")
+    return train(o)
+
+
+def sample(o):
     state, run, model = load(o.sample)
     chars = state["chars"]
     if not chars:
-        raise Bad(f"{o.sample} holds a state-tracking run; --sample takes one made with --task text")
+        raise Bad(f"{o.sample} is of a state-tracking run; --sample takes one of --task text")
     prompt = o.prompt or ("\n" if "\n" in chars else chars[0])
     try:
         tokens = encode(prompt, chars)[None]
     except ValueError as e:
         raise Bad(f"--prompt: {e}") from None
-    loops = loop_bounds(o)[1] if "loops" in given else None
     device, _ = pick_device(o.device)
     print(prompt, end="", flush=True)
-    generator = torch.Generator(device).manual_seed(o.seed)
-    for token in model.to(device).stream(tokens.to(device), o.chars, loops, o.temperature, o.top_k, generator):
-        print(chars[token], end="", flush=True)
+    for token in model.to(device).stream(tokens.to(device), o.chars, loop_bounds(o if "loops" in o.given else run)[1],
+                                         o.temperature, o.top_k, torch.Generator(device).manual_seed(o.seed)):
+        print(decode(token[0], chars), end="", flush=True)
     print()
     return 0
+
+
+# ---- The comparison
+
+def compare(o):
+    """Every transition with every seed, each a process of its own; runs whose summary is there are not run again."""
+    def one(kind, seed):
+        run = argparse.Namespace(**vars(o) | {"transition": kind, "seed": seed})
+        path = checkpoint_path(run)
+        if not path.with_suffix(".json").exists():
+            flags = ["--resume", path] if path.exists() else [f"--{name}={getattr(run, name)}" for name in RUN
+                                                              if getattr(run, name) != ""] + [f"--out={o.out}"]
+            done = subprocess.run([sys.executable, __file__, *flags, f"--every={o.every}"], text=True,
+                                  capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"} * (workers > 1))
+            if done.returncode:
+                raise Bad(f"{path.stem}: {(done.stderr or done.stdout).strip().splitlines()[-1]}")
+        summary = json.loads(path.with_suffix(".json").read_text())
+        print(path.stem, *(f"{name} {show(summary[name])}" for name in metrics), flush=True)
+        return summary
+
+    metrics = ("loss", "last_quarter") if o.task == "text" else ("sequence", "last_given_prefix", "token")
+    workers = (os.cpu_count() or 1) if pick_device(o.device)[0] == "cpu" else 1
+    kinds, seeds = RUN["transition"][0], range(o.seeds)
+    with ThreadPoolExecutor(workers) as pool:
+        jobs = {(kind, seed): pool.submit(one, kind, seed) for seed in seeds for kind in kinds}
+        try:
+            runs = {key: job.result() for key, job in jobs.items()}
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    for name in metrics:
+        print(f"\n{name.replace('_', ' '):18}  mean     std   95 % interval      n   minus diagonal, paired")
+        for kind in kinds:
+            values = {seed: runs[kind, seed][name] for seed in seeds if runs[kind, seed][name] is not None}
+            paired = [x - runs["diagonal", seed][name] for seed, x in values.items()
+                      if runs["diagonal", seed][name] is not None]
+            print(f"  {kind:12}", interval([*values.values()]), "  ", interval(paired) if kind != "diagonal" else "")
+    return 0
+
+
+def interval(values):
+    """Mean, standard deviation and the 95 % interval of the mean by Student's t."""
+    if len(values) < 2:
+        return f"{show(values[0]) if values else '-':>8}  (n = {len(values)})"
+    t = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)[min(len(values), 10) - 2]
+    mean, std = statistics.mean(values), statistics.stdev(values)
+    half = t * std / len(values) ** 0.5
+    return f"{mean:8.4f} {std:7.4f}  {mean - half:7.4f} .. {mean + half:7.4f}  {len(values):2}"
 
 
 def main(argv):
     sys.stdout.reconfigure(errors="replace")
     try:
-        o, given = parse(argv)
-        if o.sample:
-            return sample(o, given)
-        if o.resume:
-            return resume(o, given)
-        path = Path(o.out, run_name(o) + ".pt")
-        if path.exists():
-            state, run, _ = load(path)
-            if any(getattr(run, name) != getattr(o, name) for name in RUN):
-                raise Bad(f"{path} holds another run; give another --out, or move it away")
-            if state["step"] < o.steps:
-                raise Bad(f"{path} holds this run at step {state['step']} of {o.steps}; --resume it, or move it away")
-        return train(o)
+        o = parse(argv)
+        act = sample if o.sample else resume if o.resume else compare if o.compare else bench if o.bench else start
+        return act(o)
     except Bad as e:
         print(f"train.py: {e}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     except BrokenPipeError:
         return 1
 
