@@ -11,30 +11,29 @@ parameters. Between two steps a linear *transition* A acts on the residual strea
     logits = head(norm(h))
 
 A *write* w made at step s reaches step t as A^(t-s) w. Whether the block can still read it there, and can tell how
-old it is, is a question about the geometry of A. Read on in this order: Config; Transition, which is the subject;
-Block, an ordinary pre-norm transformer block; LoopedTransformer, the loop above; gram and drift, two ways to look at
-A. What follows them only draws.
+old it is, is a question about the geometry of A. Read in order: Config; Transition, the subject; Block, an ordinary
+pre-norm transformer block; LoopedTransformer, the loop above; then two ways to look at A, and pictures of it.
 
     B, T     sequences in a batch, positions in a sequence
     d        width of the residual stream (dim); plane j is the pair of coordinates (2j, 2j+1)
     G        number of groups; a group is a run of d/2/G neighbouring planes
     e, h     (B, T, d)  embedded input; residual stream
-    A        (d, d)     transition; never formed, as its eigenvalues are all one needs
+    A        (d, d)     transition, never formed: multiplying by its eigenvalues is enough
     r_g      (G,)       radius of group g, in (0, 1): what a write keeps of its length in one step
     theta_j  (d/2,)     phase of plane j, in radians: how far a write turns in one step
 
-Sources: the four transitions follow a paper on blockwise conformal transitions, known here by its abstract and three
-captions only (README.md says which statement is whose). r = exp(-exp(nu)) is from the Linear Recurrent Unit (Orvieto
-et al. 2023), the free diagonal and its start at r = 0.447 from Parcae (Prairie et al. 2026), rotary positions from
-RoFormer (Su et al. 2021).
+Sources: the transitions follow a paper on blockwise conformal transitions of which only the abstract and three
+captions were at hand (README.md says what is whose). r = exp(-exp(nu)): Linear Recurrent Unit, Orvieto et al. 2023.
+The free diagonal and its start at r = 0.447: Parcae, Prairie et al. 2026. Rotary positions: RoFormer, Su et al. 2021.
 """
 import math
+import os
+import sys
 from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 
 @dataclass
@@ -45,7 +44,7 @@ class Config:
     heads: int = 4                 # attention heads, each of an even size, as rotary positions turn pairs
     layers: int = 1                # blocks inside one recurrent step
     loops: int = 8                 # N, for a call that names no other count
-    transition: str = "blockwise"  # one of Transition.KINDS, or "untied": A = I and a block of its own for each step
+    transition: str = "blockwise"  # one of Transition.KINDS, or "untied": A = I, and a block of its own for each step
     groups: int = 8                # G
     inject: str = "every"          # add e at "every" step, or "once", at the first
     radius: float = 0.447          # where every radius starts
@@ -53,16 +52,14 @@ class Config:
     context: int = 0               # how many positions attention looks back on, its own included; 0: all
 
     def __post_init__(self):
-        for name in "vocab_size", "dim", "heads", "layers", "loops":
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in "vocab_size", "dim", "heads", "layers", "loops", "context":
+            if getattr(self, name) < (name != "context"):
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {int(name != 'context')}")
         if self.dim % (2 * self.heads):
             raise ValueError(f"dim is {self.dim} and heads is {self.heads}; dim must be a multiple of 2 x heads")
         if self.inject not in ("every", "once"):
             raise ValueError(f"inject is {self.inject!r}; it must be 'every' or 'once'")
-        if self.context < 0:
-            raise ValueError(f"context is {self.context}; it must be a number of positions, or 0 for all")
-        self.make_transition()  # which checks the rest
+        self.make_transition()  # checks the rest
 
     def make_transition(self):
         kind = "identity" if self.transition == "untied" else self.transition
@@ -72,12 +69,11 @@ class Config:
 class Transition(nn.Module):
     """The linear map A that acts on the residual stream between two recurrent steps.
 
-    Coordinates (2j, 2j+1) are read as one complex number, and A multiplies it by r_g exp(i theta_j): it turns plane j
-    by theta_j and shrinks it by the radius of its group. All kinds are this one map, told apart by how many radii
-    there are and by whether there are phases:
+    Coordinates (2j, 2j+1) are read as one complex number, and A multiplies it by r_g exp(i theta_j): plane j turns by
+    theta_j and shrinks by the radius of its group. The kinds are told apart by what is shared, and by the phases:
 
         kind       radii  phases
-        diagonal   d      none    every coordinate shrinks on its own, nothing turns
+        diagonal   d      none    every coordinate shrinks on its own; nothing turns
         conformal  1      d/2     all angles are kept
         blockwise  G      d/2     angles are kept inside a group; every group has its own timescale
         complex    d/2    d/2     angles are kept inside a plane only
@@ -90,20 +86,19 @@ class Transition(nn.Module):
 
     def __init__(self, dim, kind="blockwise", groups=8, radius=0.447, phases="log"):
         super().__init__()
-        if kind not in self.KINDS:
-            raise ValueError(f"transition is {kind!r}; it must be one of {', '.join(self.KINDS)}")
+        for name, value, known in ("transition", kind, self.KINDS), ("phases", phases, self.PHASES):
+            if value not in known:
+                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
         if dim < 2 or dim % 2 or groups < 1 or dim // 2 % groups:
             raise ValueError(f"groups is {groups}; it must divide dim / 2, which is {dim / 2:g}")
         if not 0.001 <= radius <= 0.999:
             raise ValueError(f"radius is {radius}; it must lie between 0.001 and 0.999")
-        if phases not in self.PHASES:
-            raise ValueError(f"phases is {phases!r}; it must be one of {', '.join(self.PHASES)}")
         self.dim, self.kind, self.groups = dim, kind, groups
 
         # All radii start at one value, whatever the kind: radii spread out for one kind and not for another decide a
         # comparison by themselves. At Parcae's 0.447 a write has faded to a tenth after three steps.
-        radii = {"diagonal": dim, "conformal": 1, "blockwise": groups, "complex": dim // 2, "identity": 0}[kind]
-        self.nu = nn.Parameter(torch.full((radii,), math.log(-math.log(radius))))
+        count = {"diagonal": dim, "conformal": 1, "blockwise": groups, "complex": dim // 2, "identity": 0}[kind]
+        self.nu = nn.Parameter(torch.full((count,), math.log(-math.log(radius))))
 
         # Phases log-spaced from half a turn per step to nearly none make a clock with fast and slow hands. Every
         # group is such a clock, and all kinds start from the same phases.
@@ -112,7 +107,7 @@ class Transition(nn.Module):
                  "uniform": torch.linspace(math.pi, math.pi / n, n),
                  "small": torch.logspace(-2, -3, n),
                  "zero": torch.zeros(n),
-                 "signs": torch.arange(n) % 2 * math.pi}[phases]  # kept there, a diagonal whose half is negative
+                 "signs": torch.arange(n) % 2 * math.pi}[phases]  # kept there: a diagonal, half of it negative
         self.theta = nn.Parameter(start.repeat(0 if kind in ("diagonal", "identity") else groups))
 
     def forward(self, h, steps=1):
@@ -137,7 +132,7 @@ class Transition(nn.Module):
         """(d,) the radius at each coordinate, strictly inside (0, 1) for any nu; 1 for the identity."""
         if self.kind == "identity":
             return self.nu.new_ones(self.dim)
-        # float32 rounds exp(-exp(-17)) to 1 and exp(-exp(5)) to 0; half precision would round much sooner.
+        # float32 rounds exp(-exp(-17)) to 1 and exp(-exp(5)) to 0, and half precision would much sooner.
         nu = self.nu.to(torch.promote_types(self.nu.dtype, torch.float32)).clamp(-16, 4)
         return torch.exp(-torch.exp(nu)).repeat_interleave(self.dim // len(nu))
 
@@ -178,30 +173,13 @@ class Block(nn.Module):
             rotary = self.rotary(torch.arange(T, device=h.device), d // self.heads)
         qkv = self.qkv(self.norm1(h)).view(B, T, 3 * self.heads, -1).transpose(1, 2)
         qk, v = qkv.split((2 * self.heads, self.heads), 1)
-        qk = qk.to(torch.promote_types(qk.dtype, torch.float32)).unflatten(-1, (-1, 2))
-        qk = torch.view_as_real(torch.view_as_complex(qk) * rotary).flatten(-2).to(v.dtype)
-        q, k = qk.chunk(2, 1)
-        if cache is not None:
-            k, v = cache(k, v)
+        planes = qk.to(torch.promote_types(qk.dtype, torch.float32)).unflatten(-1, (-1, 2))
+        q, k = torch.view_as_real(torch.view_as_complex(planes) * rotary).flatten(-2).to(v.dtype).chunk(2, 1)
+        if cache is not None:  # a list that grows along T: [k, v] of the positions so far, or still empty
+            cache[:] = k, v = [torch.cat(x, 2) for x in zip(cache, (k, v))] if cache else [k, v]
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1)
         h = h + self.out(y.transpose(1, 2).reshape(B, T, d))
         return h + self.down(F.gelu(self.up(self.norm2(h))))
-
-
-class Cache:
-    """Keys and values of one block at one recurrent step: the last `window` positions, in a ring."""
-
-    def __init__(self, window):
-        self.window, self.seen, self.ring = window, 0, None
-
-    def __call__(self, k, v):
-        """k, v (B, heads, T, size) of the next T positions -> those of all positions they look back on."""
-        if self.ring is None:
-            self.ring = k.new_zeros(2, *k.shape[:2], self.window, k.shape[3])
-        at = self.seen % self.window
-        self.ring[0, :, :, at:at + k.shape[2]], self.ring[1, :, :, at:at + k.shape[2]] = k, v
-        self.seen += k.shape[2]
-        return self.ring[:, :, :, :self.seen]  # keys know their position, so a ring need not be unrolled
 
 
 class LoopedTransformer(nn.Module):
@@ -212,18 +190,17 @@ class LoopedTransformer(nn.Module):
         c = self.config = config
         self.embed = nn.Embedding(c.vocab_size, c.dim)
         nn.init.normal_(self.embed.weight, std=0.02)  # e is normalised, so this only says how fast training turns it
-        self.blocks = nn.ModuleList(Block(c.dim, c.heads) for _ in
-                                    range(c.layers * (c.loops if c.transition == "untied" else 1)))
+        stacks = c.loops if c.transition == "untied" else 1
+        self.blocks = nn.ModuleList(Block(c.dim, c.heads) for _ in range(stacks * c.layers))
         self.transition = c.make_transition()
         self.norm, self.head = nn.LayerNorm(c.dim, bias=False), nn.Linear(c.dim, c.vocab_size, bias=False)
-        self.recompute = False  # True: keep no activations of a step, and work them out again going backward
+        self.recompute = False  # True: keep no activations of a step, work them out again going backward
 
-    def forward(self, tokens, loops=None, caches=None):
+    def forward(self, tokens, loops=None, caches=None, start=0):
         c, T = self.config, tokens.shape[1]
         loops = c.loops if loops is None else loops
         if loops < 1:
             raise ValueError(f"loops is {loops}; it must be at least 1")
-        start = caches[0].seen if caches else 0
         position = torch.arange(start, start + T, device=tokens.device)
         rotary, mask = Block.rotary(position, c.dim // c.heads), None
         if c.context and T > c.context:
@@ -247,27 +224,28 @@ class LoopedTransformer(nn.Module):
 
     @torch.no_grad()
     def stream(self, tokens, n, loops=None, temperature=1.0, top_k=None, generator=None):
-        """Yields the next token (B, 1), n times. Temperature 0 takes the likeliest.
+        """Yields the next token (B, 1), n times. Temperature 0 takes the likeliest; top_k draws among the likeliest.
 
-        Past config.context positions attention slides: every position looks back on that many, exactly as in forward.
+        Past config.context attention slides: each position looks back on that many, exactly as in forward.
         """
-        c, T = self.config, tokens.shape[1]
-        window = c.context or T + n
-        caches = [Cache(window) for _ in range((loops or c.loops) * c.layers)]
-        logits = self(tokens[:, :window], loops, caches)[:, -1]
-        for t in range(window, T):  # a ring has no room for more than one new position once it is full
-            logits = self(tokens[:, t:t + 1], loops, caches)[:, -1]
-        for i in range(n):
-            if temperature == 0:
-                token = logits.argmax(-1, keepdim=True)
-            else:
-                if top_k:
-                    least = logits.topk(min(top_k, c.vocab_size)).values[:, -1:]
-                    logits = logits.masked_fill(logits < least, -math.inf)
-                token = torch.multinomial(F.softmax(logits / temperature, -1), 1, generator=generator)
-            yield token
-            if i + 1 < n:
-                logits = self(token, loops, caches)[:, -1]
+        T, window = tokens.shape[1], self.config.context or tokens.shape[1] + n
+        caches = [[] for _ in range((loops or self.config.loops) * self.config.layers)]
+        logits = self(tokens[:, :window], loops, caches)
+        for t in range(min(window, T), T + n):  # the prompt as far as it fits at once, the rest position by position
+            token = tokens[:, t:t + 1] if t < T else self.draw(logits[:, -1], temperature, top_k, generator)
+            if t >= T:
+                yield token
+            for cache in caches:
+                cache[:] = [x[:, :, max(0, x.shape[2] + 1 - window):] for x in cache]
+            logits = self(token, loops, caches, t) if t + 1 < T + n else None
+
+    def draw(self, logits, temperature, top_k, generator):
+        if temperature == 0:
+            return logits.argmax(-1, keepdim=True)
+        if top_k:
+            least = logits.topk(min(top_k, self.config.vocab_size)).values[:, -1:]
+            logits = logits.masked_fill(logits < least, -math.inf)
+        return torch.multinomial(F.softmax(logits / temperature, -1), 1, generator=generator)
 
     def generate(self, tokens, n, loops=None, temperature=1.0, top_k=None, generator=None):
         """(B, T) -> (B, T + n), T >= 1: the tokens and n more, drawn one after the other; see stream."""
@@ -276,7 +254,7 @@ class LoopedTransformer(nn.Module):
 
 @torch.no_grad()
 def writes(transition, write, steps):
-    """(d,) -> (steps, d): the directions of w, A w, A^2 w, ...; brought to length 1 at each step, so none vanishes."""
+    """(d,) -> (steps, d): the directions of w, A w, A^2 w, ...; made length 1 at each step, so that none vanishes."""
     A, h, directions = transition.power(1), write, []
     for _ in range(steps):
         h = h / h.norm()
@@ -297,70 +275,76 @@ def drift(transition, u, v, steps):
     return torch.rad2deg(2 * torch.atan2((u - v).norm(dim=1), (u + v).norm(dim=1)))  # exact for small angles too
 
 
-# ---- Pictures. The method ends here; what follows draws it in a terminal, 80 columns wide.
+# ---- Pictures. The method ends here; the rest draws it in a terminal, 80 columns wide.
 
 def example(kind):
-    """A transition with its radii spread out, as training may leave them, so that the kinds differ in a picture."""
-    t = Transition(96, kind, groups=4, phases="uniform")
-    n = len(t.nu)
-    radii = torch.linspace(0.5, 0.95, n) if n > 1 else torch.tensor([0.8])
-    order = torch.randperm(n, generator=torch.Generator().manual_seed(1)) if kind == "complex" else torch.arange(n)
-    t.nu.data = torch.log(-torch.log(radii[order]))
+    """A transition whose radii are spread out, as training may leave them, so that the kinds differ to the eye."""
+    t = Transition(72, kind, groups=3, phases="uniform")
+    radii = torch.linspace(0.55, 0.92, len(t.nu)) if len(t.nu) > 1 else torch.tensor([0.85])
+    order = torch.randperm(len(radii), generator=torch.Generator().manual_seed(1))
+    t.nu.data = torch.log(-torch.log(radii if kind == "blockwise" else radii[order]))
     return t
 
 
-def spark(angles):
-    return "".join("▁▂▃▄▅▆▇█"[min(7, int(a / 90 * 8))] for a in angles)
-
-
 def heat(cosines, colour):
-    """One string a row: blue to red, or in plain text light to dark for 0 to 1 and letters for 0 to -1."""
-    ramp = (21, 33, 75, 153, 254, 223, 215, 202, 196)
-    level = lambda c: round(4 * min(1, max(-1, c))) + 4
-    cell = lambda c: f"\033[48;5;{ramp[level(c)]}m  \033[0m" if colour else 2 * "@o=- ░▒▓█"[level(c)]
-    return ["".join(map(cell, row)) for row in cosines.tolist()]
+    """(n, n) -> n strings, two columns an entry: blue to red, or @@ oo == -- for below 0 and ░░ ▒▒ ▓▓ ██ for above."""
+    ramp = [f"\033[48;5;{c}m  \033[0m" for c in (21, 33, 75, 153, 254, 223, 215, 202, 196)] if colour else \
+        [2 * c for c in "@o=- ░▒▓█"]
+    return ["".join(ramp[round(4 * c) + 4] for c in row) for row in cosines.clamp(-1, 1).tolist()]
 
 
 def disc(eigenvalues):
-    """One string a row: the unit circle, dotted, and the eigenvalues in it, in braille: 36 x 36 dots."""
+    """(d,) complex -> 9 strings: the eigenvalues inside the unit circle, as 36 x 36 dots of braille."""
     z = torch.cat((eigenvalues, torch.polar(torch.ones(40), torch.arange(40) * math.pi / 20)))
     dots = torch.zeros(36, 36, dtype=torch.int64)
     dots[(17.5 - 17.5 * z.imag).round().long(), (17.5 + 17.5 * z.real).round().long()] = 1
-    weight = torch.tensor([[1, 8], [2, 16], [4, 32], [64, 128]])  # how Unicode numbers the dots of a braille cell
+    weight = torch.tensor([[1, 8], [2, 16], [4, 32], [64, 128]])  # how Unicode numbers the dots of a cell
     cells = (dots.view(9, 4, 18, 2).transpose(1, 2) * weight).sum((2, 3))
     return ["".join(chr(0x2800 + c) for c in row) for row in cells.tolist()]
 
 
-def show(named, steps=33, colour=False):
-    """Prints the three figures for a list of (name, Transition)."""
-    def panels(title, text, pictures):
-        print(f"\n{title}\n" + "  ".join(f"{name:18}" for name, _ in named).rstrip())
-        print("\n".join("  ".join(row) for row in zip(*pictures)))
-        print(text)
-
-    random = torch.Generator().manual_seed(0)
-    print("Drift: the angle between two writes that start 60 degrees apart, after 0, 4, 16, 32 steps")
-    print(f"{'':11}{'both in one plane':23}{'both in one group':23}in the whole space")
+def show(named, colour=False):
+    """Prints the three figures for at most four (name, Transition) pairs."""
+    print("DRIFT. The angle of two writes, 60 degrees at first, after 0, 8, 32, 128 steps\n"
+          f"{'':10}{'within one plane':23}{'within one group':23}in the whole space")
     for name, t in named:
-        cells = []
+        random, row = torch.Generator().manual_seed(36), f"{name:9}"
         for size in 2, t.dim // t.groups, t.dim:
-            u, v = F.normalize(torch.rand(2, t.dim, generator=random) * (torch.arange(t.dim) < size))
-            v = F.normalize(v - (u @ v) * u, dim=0)
-            angle = drift(t, u, u / 2 + v * 0.75 ** 0.5, steps)
-            cells.append(" ".join(f"{a:2.0f}" for a in angle[[0, 4, 16, 32]].tolist()) + " " + spark(angle[:32:4]))
-        print(f"{name:11}" + "   ".join(cells))
-    print("One bar is four steps. A phase keeps angles in every part that shares a radius, and only there.")
+            u, v = torch.rand(2, t.dim, generator=random) * (torch.arange(t.dim) < size)
+            u, v = F.normalize(u, dim=0), F.normalize(v - (u @ v) / (u @ u) * u, dim=0)
+            angle = drift(t, u, u / 2 + v * 0.75 ** 0.5, 129)
+            row += "".join(f"{a:4.0f}" for a in angle[[0, 8, 32, 128]]) + " "
+            row += "".join("▁▂▃▄▅▆▇█"[min(7, int(a / 16))] for a in angle[:121:24])
+        print(row)
+    print("Flat where the angle is kept: among planes that turn and share one radius.")
 
     write = torch.randn(named[0][1].dim, generator=random)
-    panels("Gram: the cosine of one write after t steps (across) and after s steps (down), every second step to 16",
-           "All alike: nothing tells an old write from a new one. Stripes: the cosine depends on the age t - s alone.",
-           [heat(gram(t, write, 17)[::2, ::2], colour) for _, t in named])
-    panels("Spectrum: the eigenvalues r exp(+-i theta) in the unit disk",
-           "On the real axis nothing turns; a circle is one radius shared by many phases.",
-           [disc(t.eigenvalues().detach()) for _, t in named])
+    for title, pictures, reading in (
+            ("GRAM. The cosine of one write after s and after t steps, s and t = 0, 2, .., 16",
+             [heat(gram(t, write, 17)[::2, ::2], colour) for _, t in named],
+             "All alike: a write looks the same at any age. Stripes: the cosine tells its age."),
+            ("SPECTRUM. The eigenvalues r exp(+-i theta) in the unit disk",
+             [disc(t.eigenvalues().detach()) for _, t in named],
+             "On the real axis nothing turns. A circle: one radius shared by many phases.")):
+        print(f"\n{title}\n" + "  ".join(f"{name:18}" for name, _ in named).rstrip())
+        print("\n".join(map("  ".join, zip(*pictures))) + f"\n{reading}")
+
+
+def main(argv):
+    """Draws an example of each kind; or, with a checkpoint, its transition at the start and as learned."""
+    sys.stdout.reconfigure(errors="replace")
+    named = [(kind, example(kind)) for kind in Transition.KINDS[:4]]
+    if argv:
+        import train
+        try:
+            model = train.load(argv[0])[2]
+        except train.Bad as e:
+            print(f"looped.py: {e}", file=sys.stderr)
+            return 2
+        named = [("start", model.config.make_transition()), ("learned", model.transition)]
+    show(named, sys.stdout.isatty() and "NO_COLOR" not in os.environ)
+    return 0
 
 
 if __name__ == "__main__":
-    import os
-    import sys
-    show([(kind, example(kind)) for kind in Transition.KINDS[:4]], colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ)
+    sys.exit(main(sys.argv[1:]))

@@ -71,6 +71,7 @@ RUN = {
     "inject": (("every", "once"), ("once", "every"), "add the input at every recurrent step, or at the first"),
     "radius": (at_least(0.0), 0.447, "start of every radius"),
     "phases": (Transition.PHASES, "log", "start of the phases"),
+    "init": (at_least(0.0), 0.0, "standard deviation of the blocks' matrices; 0: torch's own, about 0.58 / sqrt(inputs)"),
     "freeze": (("nothing", "radii", "phases"), "nothing", "what of the transition stays at its start"),
     "optimizer": (("muon", "adamw"), "muon", "for the matrices; everything else takes adamw"),
     "lr": (at_least(1e-8), 0.01, "highest learning rate"),
@@ -269,6 +270,9 @@ def build(o, device, state=None):
         raise Bad(e) from None
     except OSError as e:
         raise Bad(f"cannot read {o.text}: {e.strerror}") from None
+    if o.init:
+        for p in model.blocks.parameters():
+            p.data.normal_(std=o.init) if p.ndim == 2 else None
     model.recompute = o.recompute
     model.transition.nu.requires_grad_(o.freeze != "radii")
     model.transition.theta.requires_grad_(o.freeze != "phases")
@@ -293,7 +297,7 @@ def build(o, device, state=None):
         except Exception as e:  # no compiler, no Triton, a Python too new: whatever it is, training works without
             print(f"--compile does not work here ({first_line(e)}); going on without", file=sys.stderr)
             for block in model.blocks:
-                del block.forward
+                vars(block).pop("forward", None)
         model.zero_grad()
     return task, model, optimizers, draw
 
