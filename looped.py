@@ -179,7 +179,7 @@ class Block(nn.Module):
             cache[:] = k, v = [torch.cat(x, 2) for x in zip(cache, (k, v))] if cache else [k, v]
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1)
         h = h + self.out(y.transpose(1, 2).reshape(B, T, d))
-        return h + self.down(F.gelu(self.up(self.norm2(h))))
+        return h + self.down(F.relu(self.up(self.norm2(h)), inplace=True))
 
 
 class LoopedTransformer(nn.Module):
@@ -216,9 +216,10 @@ class LoopedTransformer(nn.Module):
 
         e = F.rms_norm(self.embed(tokens), (c.dim,))
         A = self.transition.power(1)
-        h = torch.zeros_like(e)
+        h = e  # the first step, A 0 + e
         for step in range(loops):
-            h = A(h) + e if step == 0 or c.inject == "every" else A(h)
+            if step > 0:
+                h = A(h) + e if c.inject == "every" else A(h)
             h = block(h, step)
         return self.head(self.norm(h)).float()
 
