@@ -9,8 +9,7 @@ Train a looped transformer on state tracking or on text, and see what it learned
     python train.py --compare --seeds 5                  every transition, one table
     python train.py --bench                              what a step costs, and where
 
-The training loop is train(). Flags and optimisers come before it; evaluation, checkpoints, sampling, the comparison and
-the benchmark after.
+Flags and optimisers come first, then train(), the loop; after it evaluation, checkpoints, sampling, comparison, benchmark.
 """
 import argparse
 import contextlib
@@ -22,10 +21,9 @@ import multiprocessing
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+import warnings
 from pathlib import Path
 
 import torch
@@ -136,9 +134,9 @@ def checkpoint_path(o):
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose update has its singular values brought near 1 (Jordan et al. 2024). For matrices only.
+    """Momentum, with the singular values of the update brought near 1 (Jordan et al. 2024). For matrices only.
 
-    torch.optim.Muon does this in bfloat16, which on a processor without bfloat16 takes longer than the rest of the step.
+    torch.optim.Muon works in bfloat16, which costs a processor without it more than the rest of the training step.
     """
 
     def __init__(self, params, lr, weight_decay):
@@ -192,10 +190,10 @@ def train(o, state=None):
         with cast():
             loss = F.cross_entropy(model(tokens, loops).flatten(0, 1), targets.flatten())
         look = device == "cpu" or step % 20 == 0  # a GPU has to be waited for
-        keep = (step + 1) % o.every == 0 or step + 1 == o.steps or stop
         ok = loss.isfinite() if look else True
         if ok:
             update(model, loss, optimizers, lr)
+        keep = (step + 1) % o.every == 0 or step + 1 == o.steps or stop
         if not ok or keep and not all(p.isfinite().all() for p in model.parameters()):
             raise Bad(f"the loss is {loss.item()} at step {step} with learning rate {lr:.2g}; try a smaller --lr. "
                       + (f"{path} holds an earlier step" if path.exists() else "No checkpoint had been written"))
@@ -327,26 +325,24 @@ def show(x):
 
 
 def report(o, task, model, path, device, seconds):
-    """What was learned, in lines of at most 40 columns, and the summary beside the checkpoint."""
+    """Prints what was learned, in lines of at most 40 columns, and writes the summary beside the checkpoint."""
     trained = loop_bounds(o)[1]
     counts = {1, 2, 4, 8, 16, trained} | ({12, 32} if o.task == "state" else set())
     curve = {n: evaluate(model, task, o, device, n) for n in sorted(counts)}
-    final = curve[trained]
-    for name in list(final)[:-1] if o.task == "state" else final:
-        print(f"{name.replace('_', ' '):26}{final[name] if name == 'right_prefixes' else show(final[name]):>8}")
-    if o.task == "state":
-        print("accuracy by position:")
-        for i in range(0, o.length, 8):
-            print(f"{i + 1:5} " + "".join(f"{100 * p:4.0f}" for p in final["positions"][i:i + 8]))
-    print("loops" + "".join(f"{name.replace('_', ' '):>18}" for name in list(final)[:2]))
+    final, (first, second, *_) = curve[trained], curve[trained]
+    for name, x in final.items():
+        if name != "positions":
+            print(f"{name.replace('_', ' '):26}{x if isinstance(x, int) else show(x):>8}")
+    for i in range(0, len(final.get("positions", ())), 8):
+        print(f"at {i + 1:3}: " + " ".join(f"{p:.2f}"[1:] if p < 0.995 else "1.0" for p in final["positions"][i:i + 8]))
+    print(f"loops{first.replace('_', ' '):>12}{second.replace('_', ' '):>20}")
     for n, metrics in curve.items():
-        print(f"{n:4}{'*' if n == trained else ' '}" + "".join(f"{show(x):>18}" for x in list(metrics.values())[:2]))
-    print("* trained at. Beyond it a model falls\nif the input is injected once, and may\nrise if injected at every step.")
-    summary = {"run": flags(o), **final, "curve": curve, "seconds": round(seconds),
-               "parameters": sum(p.numel() for p in model.parameters()), "device": device,
-               "threads": torch.get_num_threads(), "torch": torch.__version__, "checkpoint": str(path)}
+        print(f"{n:4}{'*' if n == trained else ' '}{show(metrics[first]):>12}{show(metrics[second]):>20}")
+    print("* trained. With one injection more loops\ndo harm; with one at every step they can\nhelp: see README.md.")
+    summary = {"run": flags(o), **final, "curve": curve, "parameters": sum(p.numel() for p in model.parameters()),
+               "seconds": round(seconds), "device": device, "threads": torch.get_num_threads(), "torch": torch.__version__}
     write(path.with_suffix(".json"), (json.dumps(summary) + "\n").encode())
-    print(f"{seconds:.0f} s; summary in\n{path.with_suffix('.json')}\nNow python " +
+    print(f"{seconds:.0f} s; summary in\n{path.with_suffix('.json')}\nnext: python " +
           (f"train.py --sample\n{path}" if o.task == "text" else f"looped.py\n{path}"))
 
 
@@ -380,11 +376,13 @@ def save(path, o, task, step, seconds, model, optimizers, generator):
 def load(path):
     """A checkpoint's state, the options of its run, and its model. Runs nothing that is in the file. Raises Bad."""
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about a file of another kind; the line below says it better
+            state = torch.load(path, map_location="cpu", weights_only=True)
         run = argparse.Namespace(**{name: state["run"][name] for name in RUN})
         with torch.device("meta"):  # shapes alone; the weights are the file's
             model = LoopedTransformer(make_config(run, state["vocab_size"]))
-        model.load_state_dict(state["model"], assign=True)
+        model.load_state_dict(dict(state["model"]), assign=True)  # a copy, as torch notes the assigning in it
     except OSError as e:
         raise Bad(f"cannot read {path}: {e.strerror}") from None
     except Exception as e:  # a broken or hostile file can raise anything
@@ -413,69 +411,66 @@ def start(o):
 
 def sample(o):
     state, run, model = load(o.sample)
-    chars = state["chars"]
-    if not chars:
+    if not state["chars"]:
         raise Bad(f"{o.sample} is of a state-tracking run; --sample takes one of --task text")
-    prompt = o.prompt or ("\n" if "\n" in chars else chars[0])
+    prompt = o.prompt or ("\n" if "\n" in state["chars"] else state["chars"][0])
     try:
-        tokens = encode(prompt, chars)[None]
+        tokens = encode(prompt, state["chars"])[None]
     except ValueError as e:
         raise Bad(f"--prompt: {e}") from None
     device, _ = pick_device(o.device)
+    loops, generator = loop_bounds(o if "loops" in o.given else run)[1], torch.Generator(device).manual_seed(o.seed)
     print(prompt, end="", flush=True)
-    for token in model.to(device).stream(tokens.to(device), o.chars, loop_bounds(o if "loops" in o.given else run)[1],
-                                         o.temperature, o.top_k, torch.Generator(device).manual_seed(o.seed)):
-        print(decode(token[0], chars), end="", flush=True)
+    for token in model.to(device).stream(tokens.to(device), o.chars, loops, o.temperature, o.top_k, generator):
+        print(decode(token[0], state["chars"]), end="", flush=True)
     print()
     return 0
 
 
 # ---- The comparison
 
-def compare(o):
-    """Every transition with every seed, each a process of its own; runs whose summary is there are not run again."""
-    def one(kind, seed):
-        run = argparse.Namespace(**vars(o) | {"transition": kind, "seed": seed})
-        path = checkpoint_path(run)
-        if not path.with_suffix(".json").exists():
-            flags = ["--resume", path] if path.exists() else [f"--{name}={getattr(run, name)}" for name in RUN
-                                                              if getattr(run, name) != ""] + [f"--out={o.out}"]
-            done = subprocess.run([sys.executable, __file__, *flags, f"--every={o.every}"], text=True,
-                                  capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"} * (workers > 1))
-            if done.returncode:
-                raise Bad(f"{path.stem}: {(done.stderr or done.stdout).strip().splitlines()[-1]}")
-        summary = json.loads(path.with_suffix(".json").read_text())
-        print(path.stem, *(f"{name} {show(summary[name])}" for name in metrics), flush=True)
-        return summary
+def run_one(o):
+    """In a process of its own: the summary of a run, which is trained if it is not there, or resumed if half done."""
+    path = checkpoint_path(o)
+    if not path.with_suffix(".json").exists():
+        torch.set_num_threads(1)
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            if train(o, load(path)[0] if path.exists() else None):
+                raise KeyboardInterrupt
+    return json.loads(path.with_suffix(".json").read_text())
 
-    metrics = ("loss", "last_quarter") if o.task == "text" else ("sequence", "last_given_prefix", "token")
-    workers = (os.cpu_count() or 1) if pick_device(o.device)[0] == "cpu" else 1
-    kinds, seeds = RUN["transition"][0], range(o.seeds)
-    with ThreadPoolExecutor(workers) as pool:
-        jobs = {(kind, seed): pool.submit(one, kind, seed) for seed in seeds for kind in kinds}
-        try:
-            runs = {key: job.result() for key, job in jobs.items()}
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-    for name in metrics:
-        print(f"\n{name.replace('_', ' '):18}  mean     std   95 % interval      n   minus diagonal, paired")
+
+def compare(o):
+    """Every transition with every seed, side by side on the cores there are, and a table of each metric."""
+    if extra := o.given & {"transition", "seed"}:
+        raise Bad(f"--compare takes every transition and --seeds seeds; leave out --{min(extra)}")
+    kinds, metrics = FLAGS["transition"][0], ("sequence", "last_given_prefix", "token")
+    metrics = ("loss", "last_quarter") if o.task == "text" else metrics
+    runs = [argparse.Namespace(**vars(o) | {"transition": kind, "seed": seed}) for seed in range(o.seeds) for kind in kinds]
+    results = {name: {kind: {} for kind in kinds} for name in metrics}
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count() if pick_device(o.device)[0] == "cpu" else 1) as pool:
+        for run, summary in zip(runs, pool.imap(run_one, runs)):
+            print(checkpoint_path(run).stem, *(f"{name} {show(summary[name])}" for name in metrics), flush=True)
+            for name in metrics:
+                if summary[name] is not None:
+                    results[name][run.transition][run.seed] = summary[name]
+    for name, values in results.items():
+        print(f"\n{name:17} mean     std   95 % interval       n   minus diagonal, seed by seed")
         for kind in kinds:
-            values = {seed: runs[kind, seed][name] for seed in seeds if runs[kind, seed][name] is not None}
-            paired = [x - runs["diagonal", seed][name] for seed, x in values.items()
-                      if runs["diagonal", seed][name] is not None]
-            print(f"  {kind:12}", interval([*values.values()]), "  ", interval(paired) if kind != "diagonal" else "")
+            paired = [x - values["diagonal"][seed] for seed, x in values[kind].items() if seed in values["diagonal"]]
+            print(f"{kind:12}", interval(values[kind].values()), "  ", interval(paired) if kind != "diagonal" else "")
     return 0
 
 
 def interval(values):
-    """Mean, standard deviation and the 95 % interval of the mean by Student's t."""
+    """Mean, standard deviation and 95 % interval of the mean, by Student's t, of as many runs."""
+    values = list(values)
     if len(values) < 2:
-        return f"{show(values[0]) if values else '-':>8}  (n = {len(values)})"
+        return f"{show(*values or [None]):>8}" + " " * 29 + f"{len(values):3}"
     t = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)[min(len(values), 10) - 2]
     mean, std = statistics.mean(values), statistics.stdev(values)
     half = t * std / len(values) ** 0.5
-    return f"{mean:8.4f} {std:7.4f}  {mean - half:7.4f} .. {mean + half:7.4f}  {len(values):2}"
+    return f"{mean:8.4f} {std:7.4f}  {mean - half:7.4f} .. {mean + half:7.4f} {len(values):3}"
 
 
 # ---- The benchmark
@@ -586,11 +581,13 @@ def main(argv):
         return act(o)
     except Bad as e:
         print(f"train.py: {e}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
+    except RuntimeError as e:
+        if "memory" not in str(e):
+            raise
+        print(f"train.py: out of memory; take a smaller --batch, --length or --dim ({first_line(e)})", file=sys.stderr)
+    except (KeyboardInterrupt, BrokenPipeError):
         return 130
-    except BrokenPipeError:
-        return 1
+    return 2
 
 
 if __name__ == "__main__":
