@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from data import Text, WordProblem, decode, encode
+from data import Text, WordProblem
 from looped import Config, LoopedTransformer, Transition
 
 
@@ -413,16 +413,17 @@ def sample(o):
     state, run, model = load(o.sample)
     if not state["chars"]:
         raise Bad(f"{o.sample} is of a state-tracking run; --sample takes one of --task text")
-    prompt = o.prompt or ("\n" if "\n" in state["chars"] else state["chars"][0])
+    text = Text(chars=state["chars"])
+    prompt = o.prompt or ("\n" if "\n" in text.chars else text.chars[0])
     try:
-        tokens = encode(prompt, state["chars"])[None]
+        tokens = text.encode(prompt)[None]
     except ValueError as e:
         raise Bad(f"--prompt: {e}") from None
     device, _ = pick_device(o.device)
     loops, generator = loop_bounds(o if "loops" in o.given else run)[1], torch.Generator(device).manual_seed(o.seed)
     print(prompt, end="", flush=True)
     for token in model.to(device).stream(tokens.to(device), o.chars, loops, o.temperature, o.top_k, generator):
-        print(decode(token[0], state["chars"]), end="", flush=True)
+        print(text.decode(token[0]), end="", flush=True)
     print()
     return 0
 
