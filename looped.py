@@ -175,11 +175,28 @@ class Block(nn.Module):
         qk, v = qkv.split((2 * self.heads, self.heads), 1)
         planes = qk.to(torch.promote_types(qk.dtype, torch.float32)).unflatten(-1, (-1, 2))
         q, k = torch.view_as_real(torch.view_as_complex(planes) * rotary).flatten(-2).to(v.dtype).chunk(2, 1)
-        if cache is not None:  # a list that grows along T: [k, v] of the positions so far, or still empty
-            cache[:] = k, v = [torch.cat(x, 2) for x in zip(cache, (k, v))] if cache else [k, v]
+        if cache is not None:
+            k, v = cache(k, v)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1)
         h = h + self.out(y.transpose(1, 2).reshape(B, T, d))
         return h + self.down(F.relu(self.up(self.norm2(h)), inplace=True))
+
+
+class Cache:
+    """Keys and values of one block at one recurrent step: those of the last `window` positions, in a ring."""
+
+    def __init__(self, window):
+        self.window, self.seen, self.rings = window, 0, None
+
+    def __call__(self, *new):
+        """k, v (B, heads, T, size) of the next T positions -> k, v of all the positions that these look back on."""
+        T, at = new[0].shape[2], self.seen % self.window
+        if self.rings is None:
+            self.rings = [x.new_zeros(*x.shape[:2], self.window, x.shape[3]) for x in new]
+        for ring, x in zip(self.rings, new):
+            ring.narrow(2, at, T).copy_(x)
+        self.seen += T
+        return [ring.narrow(2, 0, min(self.seen, self.window)) for ring in self.rings]  # in any order: k knows its place
 
 
 class LoopedTransformer(nn.Module):
@@ -196,11 +213,12 @@ class LoopedTransformer(nn.Module):
         self.norm, self.head = nn.LayerNorm(c.dim, bias=False), nn.Linear(c.dim, c.vocab_size, bias=False)
         self.recompute = False  # True: keep no activations of a step, work them out again going backward
 
-    def forward(self, tokens, loops=None, caches=None, start=0):
+    def forward(self, tokens, loops=None, caches=None):
         c, T = self.config, tokens.shape[1]
         loops = c.loops if loops is None else loops
         if loops < 1:
             raise ValueError(f"loops is {loops}; it must be at least 1")
+        start = caches[0].seen if caches else 0
         position = torch.arange(start, start + T, device=tokens.device)
         rotary, mask = Block.rotary(position, c.dim // c.heads), None
         if c.context and T > c.context:
@@ -223,22 +241,20 @@ class LoopedTransformer(nn.Module):
             h = block(h, step)
         return self.head(self.norm(h)).float()
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def stream(self, tokens, n, loops=None, temperature=1.0, top_k=None, generator=None):
         """Yields the next token (B, 1), n times. Temperature 0 takes the likeliest; top_k draws among the likeliest.
 
         Past config.context attention slides: each position looks back on that many, exactly as in forward.
         """
         T, window = tokens.shape[1], self.config.context or tokens.shape[1] + n
-        caches = [[] for _ in range((loops or self.config.loops) * self.config.layers)]
+        caches = [Cache(window) for _ in range((loops or self.config.loops) * self.config.layers)]
         logits = self(tokens[:, :window], loops, caches)
         for t in range(min(window, T), T + n):  # the prompt as far as it fits at once, the rest position by position
             token = tokens[:, t:t + 1] if t < T else self.draw(logits[:, -1], temperature, top_k, generator)
             if t >= T:
                 yield token
-            for cache in caches:
-                cache[:] = [x[:, :, max(0, x.shape[2] + 1 - window):] for x in cache]
-            logits = self(token, loops, caches, t) if t + 1 < T + n else None
+            logits = self(token, loops, caches) if t + 1 < T + n else None
 
     def draw(self, logits, temperature, top_k, generator):
         if temperature == 0:

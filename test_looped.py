@@ -26,7 +26,7 @@ import data
 import looped
 import train
 from data import Text, WordProblem
-from looped import Block, Config, LoopedTransformer, Transition, drift, gram
+from looped import Block, Cache, Config, LoopedTransformer, Transition, drift, gram
 
 HERE = Path(__file__).parent
 KINDS = Transition.KINDS
@@ -222,11 +222,10 @@ def test_cache_equals_no_cache(kind, context, loops):
         tokens = model.generate(torch.randint(11, (2, length)), 20, loops=loops, temperature=0)
         full = model(tokens, loops)
         assert torch.equal(full[:, length - 1:-1].argmax(-1), tokens[:, length:])
-        if not context:
-            caches = [[] for _ in range(2 * loops)]
-            parts = [model(tokens[:, :5], loops, caches)] + [model(tokens[:, t:t + 1], loops, caches, t)
-                                                             for t in range(5, length + 20)]
-            assert (torch.cat(parts, 1) - full).abs().max() < 1e-6
+        caches = [Cache(context or 40) for _ in range(2 * loops)]
+        parts = [model(tokens[:, :5], loops, caches)] + [model(tokens[:, t:t + 1], loops, caches)
+                                                         for t in range(5, length + 20)]
+        assert (torch.cat(parts, 1) - full).abs().max() < 1e-6
 
 
 def test_generate():
@@ -272,7 +271,7 @@ def test_config_validates_itself(wrong):
     assert "\n" not in message and name in message and str(value) in message
 
 
-@pytest.mark.parametrize("cls", [Transition, Block, LoopedTransformer])
+@pytest.mark.parametrize("cls", [Transition, Block, Cache, LoopedTransformer])
 def test_pasted_alone(cls):
     space = {"math": math, "torch": torch, "nn": nn, "F": F}
     exec(inspect.getsource(cls), space)
@@ -283,8 +282,11 @@ def test_pasted_alone(cls):
             assert torch.allclose(t(torch.ones(24), steps=2), t.matrix() @ t.matrix() @ torch.ones(24), atol=1e-6)
     elif cls is Block:
         assert pasted(32, 4)(torch.randn(2, 5, 32)).shape == (2, 5, 32)
+    elif cls is Cache:
+        k, v = pasted(8)(torch.ones(1, 2, 3, 4), torch.zeros(1, 2, 3, 4))
+        assert k.shape == (1, 2, 3, 4)
     else:
-        for needed in Transition, Block:
+        for needed in Transition, Block, Cache:
             exec(inspect.getsource(needed), space)
         model = pasted(Config(11))
         assert model(torch.zeros(1, 3, dtype=torch.int64)).shape == (1, 3, 11)
