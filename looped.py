@@ -10,21 +10,23 @@ parameters. Between two steps a linear *transition* A acts on the residual strea
         h = block(h)         # the same weights every step
     logits = head(norm(h))
 
-A *write* w made at step s reaches step t as A^(t-s) w. Whether the block can still read it there, and can tell how
-old it is, is a question about the geometry of A. Read in order: Config; Transition, the subject; Block, an ordinary
-pre-norm transformer block; LoopedTransformer, the loop above; then two ways to look at A, and pictures of it.
+A *write* is a vector w that e or a block adds to h; made at step s it reaches step t as A^(t-s) w. Whether the block
+can still read it there, and can tell how old it is, is a question about the geometry of A. A map is *conformal* if it
+keeps all angles: a rotation times one scale. Read in order: Config; Transition, the subject; Block, an ordinary
+transformer block; LoopedTransformer, the loop above; then two ways to look at A, and pictures of it.
 
     B, T     sequences in a batch, positions in a sequence
     d        width of the residual stream (dim); plane j is the pair of coordinates (2j, 2j+1)
     G        number of groups; a group is a run of d/2/G neighbouring planes
     e, h     (B, T, d)  embedded input; residual stream
-    A        (d, d)     transition, never formed: multiplying by its eigenvalues is enough
+    A        (d, d)     transition, not formed but to check: multiplying by its eigenvalues is enough
     r_g      (G,)       radius of group g, in (0, 1): what a write keeps of its length in one step
     theta_j  (d/2,)     phase of plane j, in radians: how far a write turns in one step
 
 Sources: the transitions follow a paper on blockwise conformal transitions of which only the abstract and three
 captions were at hand (README.md says what is whose). r = exp(-exp(nu)): Linear Recurrent Unit, Orvieto et al. 2023.
-The free diagonal and its start at r = 0.447: Parcae, Prairie et al. 2026. Rotary positions: RoFormer, Su et al. 2021.
+The free diagonal and its start at r = 0.447: the looped model Parcae, Prairie et al. 2026. Rotary positions: RoFormer,
+Su et al. 2021.
 """
 import math
 import os
@@ -34,17 +36,19 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+import torch.utils.checkpoint
 
 
 @dataclass
 class Config:
-    """The shape of a model. Raises ValueError, in one line, for a shape that cannot be built."""
+    """The shape of a model. Raises ValueError, in one line, for a bad value, even of a field this kind has no use for."""
     vocab_size: int
     dim: int = 64                  # d
     heads: int = 4                 # attention heads, each of an even size, as rotary positions turn pairs
     layers: int = 1                # blocks inside one recurrent step
     loops: int = 8                 # N, for a call that names no other count
-    transition: str = "blockwise"  # one of Transition.KINDS, or "untied": A = I, and a block of its own for each step
+    transition: str = "blockwise"  # one of Transition.KINDS; or "untied": A = I and each of the N steps has own blocks,
+                                   # the control without a loop (asked for more steps, it begins again at the first)
     groups: int = 8                # G
     inject: str = "every"          # add e at "every" step, or "once", at the first
     radius: float = 0.447          # where every radius starts
@@ -53,8 +57,9 @@ class Config:
 
     def __post_init__(self):
         for name in "vocab_size", "dim", "heads", "layers", "loops", "context":
-            if getattr(self, name) < (name != "context"):
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {int(name != 'context')}")
+            value, least = getattr(self, name), 0 if name == "context" else 1
+            if value < least:
+                raise ValueError(f"{name} is {value}; it must be at least {least}")
         if self.dim % (2 * self.heads):
             raise ValueError(f"dim is {self.dim} and heads is {self.heads}; dim must be a multiple of 2 x heads")
         if self.inject not in ("every", "once"):
@@ -69,17 +74,18 @@ class Config:
 class Transition(nn.Module):
     """The linear map A that acts on the residual stream between two recurrent steps.
 
-    Coordinates (2j, 2j+1) are read as one complex number, and A multiplies it by r_g exp(i theta_j): plane j turns by
-    theta_j and shrinks by the radius of its group. The kinds are told apart by what is shared, and by the phases:
+    Coordinates (2j, 2j+1) are read as one complex number, and A multiplies it by r exp(i theta): the plane turns by
+    theta and shrinks by r. The kinds are told apart by how many planes share a radius, and by having phases or not:
 
         kind       radii  phases
         diagonal   d      none    every coordinate shrinks on its own; nothing turns
         conformal  1      d/2     all angles are kept
-        blockwise  G      d/2     angles are kept inside a group; every group has its own timescale
+        blockwise  G      d/2     conformal within each group, and every group has its own timescale
         complex    d/2    d/2     angles are kept inside a plane only
-        identity   none   none    A = I, the control
+        identity   none   none    A = I: nothing fades, nothing turns
 
-    Parameters: nu (radii,), theta (phases,). Raises ValueError for arguments that fit no such map.
+    Parameters: nu, one for each radius r = exp(-exp(nu)), and theta, one for each phase. `groups` also sets how often
+    the starting phases repeat, for every kind alike. Raises ValueError for arguments that fit no such map.
     """
     KINDS = "diagonal", "conformal", "blockwise", "complex", "identity"
     PHASES = "log", "uniform", "small", "zero", "signs"
@@ -89,25 +95,27 @@ class Transition(nn.Module):
         for name, value, known in ("transition", kind, self.KINDS), ("phases", phases, self.PHASES):
             if value not in known:
                 raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
-        if dim < 2 or dim % 2 or groups < 1 or dim // 2 % groups:
-            raise ValueError(f"groups is {groups}; it must divide dim / 2, which is {dim / 2:g}")
+        if dim < 2 or dim % 2:
+            raise ValueError(f"dim is {dim}; it must be even and at least 2")
+        if groups < 1 or dim // 2 % groups:
+            raise ValueError(f"groups is {groups}; it must divide dim / 2, which is {dim // 2}")
         if not 0.001 <= radius <= 0.999:
             raise ValueError(f"radius is {radius}; it must lie between 0.001 and 0.999")
         self.dim, self.kind, self.groups = dim, kind, groups
 
-        # All radii start at one value, whatever the kind: radii spread out for one kind and not for another decide a
-        # comparison by themselves. At Parcae's 0.447 a write has faded to a tenth after three steps.
+        # All radii start at one value, so that no kind wins by its start. At Parcae's 0.447 a write has faded to a
+        # tenth after three steps.
         count = {"diagonal": dim, "conformal": 1, "blockwise": groups, "complex": dim // 2, "identity": 0}[kind]
         self.nu = nn.Parameter(torch.full((count,), math.log(-math.log(radius))))
 
         # Phases log-spaced from half a turn per step to nearly none make a clock with fast and slow hands. Every
-        # group is such a clock, and all kinds start from the same phases.
+        # group is such a clock, and all kinds that turn start from the same phases.
         n = dim // 2 // groups
         start = {"log": torch.logspace(math.log10(math.pi), math.log10(0.03), n),
                  "uniform": torch.linspace(math.pi, math.pi / n, n),
                  "small": torch.logspace(-2, -3, n),
                  "zero": torch.zeros(n),
-                 "signs": torch.arange(n) % 2 * math.pi}[phases]  # kept there: a diagonal, half of it negative
+                 "signs": torch.arange(n) % 2 * math.pi}[phases]  # 0 and pi: if frozen, a diagonal of both signs
         self.theta = nn.Parameter(start.repeat(0 if kind in ("diagonal", "identity") else groups))
 
     def forward(self, h, steps=1):
@@ -132,7 +140,8 @@ class Transition(nn.Module):
         """(d,) the radius at each coordinate, strictly inside (0, 1) for any nu; 1 for the identity."""
         if self.kind == "identity":
             return self.nu.new_ones(self.dim)
-        # float32 rounds exp(-exp(-17)) to 1 and exp(-exp(5)) to 0, and half precision would much sooner.
+        # float32 rounds exp(-exp(-17)) to 1 and exp(-exp(5)) to 0, and half precision would much sooner. A nu beyond
+        # these bounds has no gradient; none has been seen near them.
         nu = self.nu.to(torch.promote_types(self.nu.dtype, torch.float32)).clamp(-16, 4)
         return torch.exp(-torch.exp(nu)).repeat_interleave(self.dim // len(nu))
 
@@ -142,8 +151,9 @@ class Transition(nn.Module):
         return theta.repeat_interleave(2) if len(theta) else theta.new_zeros(self.dim)
 
     def eigenvalues(self):
-        """(d,) complex: r exp(i theta) and r exp(-i theta) of each plane, next to each other."""
-        return torch.polar(self.radii(), self.phases() * torch.tensor([1, -1]).to(self.nu).repeat(self.dim // 2))
+        """(d,) complex: r exp(i theta) and r exp(-i theta) of each plane, next to each other; of a diagonal, r."""
+        sign = torch.tensor([1, -1], device=self.nu.device).repeat(self.dim // 2)
+        return torch.polar(self.radii(), self.phases() * sign)
 
     def matrix(self):
         """(d, d) the dense A, for checking."""
@@ -189,7 +199,8 @@ class Cache:
         self.window, self.seen, self.rings = window, 0, None
 
     def __call__(self, *new):
-        """k, v (B, heads, T, size) of the next T positions -> k, v of all the positions that these look back on."""
+        """k, v (B, heads, T, size) of the next T positions, at first as many as fit, then one at a time -> k, v of all
+        the positions that these look back on."""
         T, at = new[0].shape[2], self.seen % self.window
         if self.rings is None:
             self.rings = [x.new_zeros(*x.shape[:2], self.window, x.shape[3]) for x in new]
@@ -229,8 +240,9 @@ class LoopedTransformer(nn.Module):
             for i in range(step * c.layers, (step + 1) * c.layers):
                 h = self.blocks[i % len(self.blocks)](h, rotary, mask, caches[i] if caches else None)
             return h
-        if self.recompute and torch.is_grad_enabled():
-            run, block = block, lambda *args: torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=False)
+
+        def recomputed_block(h, step):
+            return torch.utils.checkpoint.checkpoint(block, h, step, use_reentrant=False)
 
         e = F.rms_norm(self.embed(tokens), (c.dim,))
         A = self.transition.power(1)
@@ -238,7 +250,7 @@ class LoopedTransformer(nn.Module):
         for step in range(loops):
             if step > 0:
                 h = A(h) + e if c.inject == "every" else A(h)
-            h = block(h, step)
+            h = recomputed_block(h, step) if self.recompute and self.training else block(h, step)
         return self.head(self.norm(h)).float()
 
     @torch.inference_mode()
@@ -247,14 +259,17 @@ class LoopedTransformer(nn.Module):
 
         Past config.context attention slides: each position looks back on that many, exactly as in forward.
         """
-        T, window = tokens.shape[1], self.config.context or tokens.shape[1] + n
-        caches = [Cache(window) for _ in range((loops or self.config.loops) * self.config.layers)]
+        c, T = self.config, tokens.shape[1]
+        window = min(c.context or T + n, T + n)
+        caches = [Cache(window) for _ in range((loops or c.loops) * c.layers)]
         logits = self(tokens[:, :window], loops, caches)
-        for t in range(min(window, T), T + n):  # the prompt as far as it fits at once, the rest position by position
-            token = tokens[:, t:t + 1] if t < T else self.draw(logits[:, -1], temperature, top_k, generator)
-            if t >= T:
-                yield token
-            logits = self(token, loops, caches) if t + 1 < T + n else None
+        for t in range(window, T):  # once the ring is full it takes one position at a time
+            logits = self(tokens[:, t:t + 1], loops, caches)
+        for i in range(n):
+            token = self.draw(logits[:, -1], temperature, top_k, generator)
+            yield token
+            if i + 1 < n:
+                logits = self(token, loops, caches)
 
     def draw(self, logits, temperature, top_k, generator):
         if temperature == 0:
@@ -295,7 +310,7 @@ def drift(transition, u, v, steps):
 # ---- Pictures. The method ends here; the rest draws it in a terminal, 80 columns wide.
 
 def example(kind):
-    """A transition whose radii are spread out, as training may leave them, so that the kinds differ to the eye."""
+    """A transition with radii spread out, as training may leave them, and even phases: the kinds differ to the eye."""
     t = Transition(72, kind, groups=3, phases="uniform")
     radii = torch.linspace(0.55, 0.92, len(t.nu)) if len(t.nu) > 1 else torch.tensor([0.85])
     order = torch.randperm(len(radii), generator=torch.Generator().manual_seed(1))
@@ -331,18 +346,18 @@ def show(named, colour=False):
             u, v = F.normalize(u, dim=0), F.normalize(v - (u @ v) / (u @ u) * u, dim=0)
             angle = drift(t, u, u / 2 + v * 0.75 ** 0.5, 129)
             row += "".join(f"{a:4.0f}" for a in angle[[0, 8, 32, 128]]) + " "
-            row += "".join("▁▂▃▄▅▆▇█"[min(7, int(a / 16))] for a in angle[:121:24])
+            row += "".join("▁▂▃▄▅▆▇█"[min(7, int(a / 90 * 8))] for a in angle[:121:24])
         print(row)
-    print("Flat where the angle is kept: among planes that turn and share one radius.")
+    print("A bar for every 24 steps. Kept: among planes that turn and share one radius.")
 
     write = torch.randn(named[0][1].dim, generator=random)
     for title, pictures, reading in (
             ("GRAM. The cosine of one write after s and after t steps, s and t = 0, 2, .., 16",
              [heat(gram(t, write, 17)[::2, ::2], colour) for _, t in named],
-             "All alike: a write looks the same at any age. Stripes: the cosine tells its age."),
+             "Full: the same direction still. Diagonal stripes: only the age t - s counts."),
             ("SPECTRUM. The eigenvalues r exp(+-i theta) in the unit disk",
              [disc(t.eigenvalues().detach()) for _, t in named],
-             "On the real axis nothing turns. A circle: one radius shared by many phases.")):
+             "Right half of the axis: nothing turns. A circle: one radius for many phases.")):
         print(f"\n{title}\n" + "  ".join(f"{name:18}" for name, _ in named).rstrip())
         print("\n".join(map("  ".join, zip(*pictures))) + f"\n{reading}")
 
