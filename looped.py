@@ -272,7 +272,7 @@ class LoopedTransformer(nn.Module):
                 logits = self(token, loops, caches)
 
     def draw(self, logits, temperature, top_k, generator):
-        if temperature == 0:
+        if temperature < 1e-6:
             return logits.argmax(-1, keepdim=True)
         if top_k:
             least = logits.topk(min(top_k, self.config.vocab_size)).values[:, -1:]
@@ -370,7 +370,7 @@ def main(argv):
         import train
         try:
             model = train.load(argv[0])[2]
-        except train.Bad as e:
+        except train.UserError as e:
             print(f"looped.py: {e}", file=sys.stderr)
             return 2
         named = [("start", model.config.make_transition()), ("learned", model.transition)]

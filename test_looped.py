@@ -499,7 +499,8 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_good_checkpoint(tmp_path,
     flags = [*TINY, "--steps=400", "--every=1", "--lr=1e18", "--optimizer=adamw", "--out", tmp_path]
     assert run(*flags) == 2
     err = capsys.readouterr().err
-    assert re.search(r"step \d+ .*learning rate .*holds an earlier step|No checkpoint", err) and err.count("\n") == 1
+    assert re.search(r"step \d+ .*loss .*learning rate", err) and err.count("\n") == 1
+    assert ("holds an earlier step" in err) == bool(list(tmp_path.glob("*.pt")))
     for file in tmp_path.glob("*.pt"):
         assert all(p.isfinite().all() for p in train.load(file)[2].parameters())
 
@@ -508,7 +509,7 @@ def test_a_full_disk_leaves_the_checkpoint_whole(tmp_path, capsys, monkeypatch):
     file = tmp_path / "x.pt"
     train.write(file, b"whole")
     monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    with pytest.raises(train.Bad, match="No space left"):
+    with pytest.raises(train.UserError, match="No space left"):
         train.write(file, b"half")
     assert file.read_bytes() == b"whole" and list(tmp_path.iterdir()) == [file]
 
@@ -537,6 +538,7 @@ def made(tmp_path_factory):
     (d / "picture.pt").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(100))
     torch.save({"weights": torch.zeros(3)}, d / "other.pt")
     content = torch.load(state, weights_only=True)
+    torch.save({key: content[key] for key in content if key != "digest"}, d / "lacking.pt")
     content["model"]["head.weight"] = torch.zeros(3, 3)
     torch.save(content, d / "shape.pt")
 
@@ -556,25 +558,26 @@ BAD = [  # arguments, and what the one line must name
     ("--lr=fast", "'fast'"), ("--seed=-1", "'-1'"), ("--dim=0", "'0'"), ("--dim=63", "63"), ("--dim=66", "66"),
     ("--heads=3", "heads is 3"), ("--heads=64", "heads is 64"), ("--groups=5", "groups is 5"), ("--groups=0", "'0'"),
     ("--layers=0", "'0'"), ("--radius=0", "radius is 0"), ("--radius=1", "radius is 1"), ("--radius=x", "'x'"),
-    ("--dim=2000000", "dim"), ("--every=0", "'0'"),
+    ("--dim=2000000", "memory"), ("--batch=1000000000000000000", "memory"), ("--every=0", "'0'"),
+    ("--seed=99999999999999999999", "99999999999999999999"), ("--topk=3", "--top-k"),
     ("--transition=spiral", "'spiral'"), ("--inject=twice", "'twice'"), ("--phases=odd", "'odd'"),
     ("--task=images", "'images'"), ("--optimizer=sgd", "'sgd'"), ("--freeze=all", "'all'"),
     ("--group=S0", "S0"), ("--group=A2", "A2"), ("--group=Q8", "Q8"), ("--group=S12", "2520"), ("--group=Z1", "Z1"),
     ("--group=A4x", "'A4x'"), ("--group=", "''"), ("--group=S3xZ1", "Z1"), ("--group=Z99999999", "2520"),
     ("--group=S99999", "2520"), ("--group=s3", "'s3'"), ("--group=S3 x Z2", "'S3 x Z2'"),
-    ("--device=gpu", "gpu"), ("--device=cuda:99", "cuda:99"),
+    ("--device=gpu", "gpu"), ("--device=cuda:99", "cuda:99"), ("--device=meta", "meta"), ("--device=cpu:0", "cpu:0"),
     ("--task=text --text={dir}/missing.txt", "missing.txt"), ("--task=text --text={dir}", "{dir}"),
     ("--task=text --text={dir}/short.txt", "context 64"), ("--task=text --text={dir}/empty.txt", "empty"),
     ("--task=text --text={dir}/latin1.txt", "0xe9"), ("--task=text --text={dir}/text.txt --length=5000", "5000"),
     ("--resume={dir}/missing.pt", "missing.pt"), ("--resume={dir}", "{dir}"), ("--resume={dir}/empty.pt", "empty.pt"),
     ("--resume={dir}/truncated.pt", "truncated.pt"), ("--resume={dir}/picture.pt", "picture.pt"),
-    ("--resume={dir}/other.pt", "other.pt"), ("--resume={dir}/shape.pt", "shape.pt"),
+    ("--resume={dir}/other.pt", "other.pt"), ("--resume={dir}/lacking.pt", "lacking.pt"), ("--resume={dir}/shape.pt", "shape.pt"),
     ("--resume={dir}/evil.pt", "evil.pt"), ("--resume={dir}/evil2.pt", "evil2.pt"),
     ("--resume={state} --lr=1", "--lr"), ("--sample={state}", "--task text"), ("--sample={dir}/empty.pt", "empty.pt"),
     ("--sample={text} --prompt=Zebra", "'Z'"), ("--sample={text} --chars=0", "'0'"),
     ("--sample={text} --temperature=-1", "'-1'"), ("--sample={text} --top-k=-1", "'-1'"),
     ("--sample={text} --loops=0", "'0'"), ("--compare --transition=complex", "--transition"),
-    ("--out={dir}/text.txt", "text.txt"), ("--out=/proc/none", "/proc/none"),
+    ("--out={dir}/text.txt", "text.txt"), ("--out=/proc/none", "/proc/none"), ("--out=" + "a" * 300, "too long"),
 ]
 
 
@@ -597,15 +600,37 @@ def test_no_cuda_is_said(made, capsys):
 
 
 def test_out_is_not_overwritten_by_another_run(tmp_path, capsys):
-    assert run(*TINY, "--steps=2", "--out", tmp_path) == 0 and run(*TINY, "--steps=2", "--out", tmp_path) == 0
+    assert run(*TINY, "--steps=9", "--out", tmp_path) == 0
     file = next(tmp_path.glob("*.pt"))
+    whole = file.read_bytes()
+    capsys.readouterr()
+    assert run(*TINY, "--steps=9", "--out", tmp_path) == 0  # reports again, trains nothing
+    assert "holds step 9 of 9" in capsys.readouterr().out and file.read_bytes() == whole
     content = torch.load(file, weights_only=True)
-    for change, said in ({"step": 1}, "--resume"), ({"run": content["run"] | {"lr": 0.5}}, "other flags"):
-        torch.save(content | change, file)
-        before = file.read_bytes()
-        capsys.readouterr()
-        assert run(*TINY, "--steps=2", "--out", tmp_path) == 2
-        assert said in capsys.readouterr().err and file.read_bytes() == before
+    torch.save(content | {"run": content["run"] | {"lr": 0.5}}, file)
+    before = file.read_bytes()
+    assert run(*TINY, "--steps=9", "--out", tmp_path) == 2
+    assert "other flags" in capsys.readouterr().err and file.read_bytes() == before
+
+
+def test_a_renamed_checkpoint_goes_on_under_its_new_name(tmp_path, capsys):
+    assert run(*TINY, "--steps=9", "--out", tmp_path) == 0
+    file, copy = next(tmp_path.glob("*.pt")), tmp_path / "copy.pt"
+    copy.write_bytes(file.read_bytes())
+    file.write_bytes(b"mine")
+    assert run("--resume", copy) == 0 and file.read_bytes() == b"mine" and copy.with_suffix(".json").exists()
+
+
+def test_last_quarter_is_a_quarter(made):
+    state, o, model = train.load(made["text"])
+    task = Text(o.text)
+    o.length = 8
+    metrics = train.evaluate(model, task, o, "cpu")
+    ids = task.splits["val"].long()
+    windows = torch.stack([ids[i:i + 9] for i in range(0, len(ids) - 8, 8)])
+    losses = F.cross_entropy(model(windows[:, :-1]).transpose(1, 2), windows[:, 1:], reduction="none")
+    assert math.isclose(metrics["loss"], losses.mean().item(), rel_tol=1e-5)
+    assert math.isclose(metrics["last_quarter"], losses[:, 6:].mean().item(), rel_tol=1e-5)
 
 
 def test_sampling(made, capsys):
@@ -627,8 +652,8 @@ def test_compare_skips_what_is_there(tmp_path, capsys):
 
 
 def test_interval():
-    assert train.interval([1.0, 2.0, 3.0]).split() == ["2.0000", "1.0000", "-0.4842", "..", "4.4842", "3"] or \
-        train.interval([1.0, 2.0, 3.0]).split()[:2] == ["2.0000", "1.0000"]
+    assert train.interval([1.0, 2.0, 3.0]).split() == ["2.0000", "1.0000", "-0.4826", "..", "4.4826", "3"]
+    assert train.interval([]).split() == ["-", "0"] and train.interval([0.5]).split() == ["0.5000", "1"]
 
 
 # ---- Pictures

@@ -9,7 +9,7 @@ Train a looped transformer on state tracking or on text, and see what it learned
     python train.py --compare --seeds 5                  every transition, one table
     python train.py --bench                              what a step costs, and where
 
-Flags and optimisers come first, then train(), the loop; after it evaluation, checkpoints, sampling, comparison, benchmark.
+In order: flags, optimisers, train() (the loop), evaluation, checkpoints, sampling, comparison, benchmark.
 """
 import argparse
 import contextlib
@@ -19,11 +19,13 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import signal
 import statistics
 import sys
 import time
 import warnings
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
@@ -34,14 +36,14 @@ from data import Text, WordProblem
 from looped import Config, LoopedTransformer, Transition
 
 
-class Bad(Exception):
-    """Something wrong that the user can mend: main() prints it in one line and exits with 2."""
+class UserError(Exception):
+    """Something the user can mend: main() prints it in one line and exits with 2."""
 
 
 def at_least(least):
     def convert(text):
         with contextlib.suppress(ValueError):
-            if least <= type(least)(text) < math.inf:
+            if least <= type(least)(text) < 2 ** 63:
                 return type(least)(text)
         kind = "whole number" if isinstance(least, int) else "number"
         raise argparse.ArgumentTypeError(f"{text!r} is not a {kind} of at least {least}")
@@ -55,10 +57,10 @@ def loop_range(text):
     return text
 
 
-# flag: type or choices, default (or one for state and one for text), help
-FLAGS = {
+# flag: type or choices, default (or a pair: for state, for text), help. These make the run, and its name.
+RUN = {
     "task": (("state", "text"), "state", "state tracking, or characters"),
-    "transition": ((*Transition.KINDS, "untied"), "blockwise", "untied: a block of its own for each recurrent step"),
+    "transition": ((*Transition.KINDS, "untied"), "blockwise", "untied: own blocks for each recurrent step"),
     "group": (str, "S3", "for state: Z#, S#, A# or a product such as A4xZ5"),
     "length": (at_least(1), (8, 64), "elements in a sequence, or characters of context"),
     "loops": (loop_range, ("8", "4"), "recurrent steps; LOW-HIGH draws a count for each batch"),
@@ -77,7 +79,8 @@ FLAGS = {
     "batch": (at_least(1), (64, 12), "sequences in a batch"),
     "text": (str, "", "for text: a UTF-8 file; none: tinyshakespeare"),
     "seed": (at_least(0), 0, "for the weights and the batches"),
-    # up to here what is learned depends on them, from here on it does not
+}
+OTHER = {
     "every": (at_least(1), 500, "evaluate and save every that many steps"),
     "device": (str, "", "cpu, cuda, mps; none: the best there is"),
     "out": (str, "runs", "folder for checkpoints and summaries"),
@@ -93,7 +96,7 @@ FLAGS = {
     "seeds": (at_least(1), 5, "how many seeds --compare takes"),
     "bench": (None, False, "measure what a step costs"),
 }
-RUN = list(FLAGS)[:list(FLAGS).index("seed") + 1]
+FLAGS = RUN | OTHER
 
 
 def default(name, task):
@@ -102,35 +105,46 @@ def default(name, task):
 
 
 def parse(argv):
-    """argv -> options; those not given are filled in by the task. Raises Bad."""
+    """argv -> options; those not given are filled in by the task. Raises UserError."""
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter)
+    spelled = {name: "--" + name.replace("_", "-") for name in FLAGS}
     for name, (kind, value, text) in FLAGS.items():
-        how = {"action": "store_true"} if kind is None else {"choices" if isinstance(kind, tuple) else "type": kind}
-        shown = "%s; for text %s" % value if isinstance(value, tuple) else value
-        p.add_argument("--" + name.replace("_", "-"), default=None, help=f"{text} [{shown}]" if shown else text, **how)
+        shown = f"{value[0]}; for text {value[1]}" if isinstance(value, tuple) else value
+        text += f" [{shown}]" if shown else ""
+        if kind is None:
+            p.add_argument(spelled[name], action="store_true", default=None, help=text)
+        elif isinstance(kind, tuple):
+            p.add_argument(spelled[name], choices=kind, help=text)
+        else:
+            p.add_argument(spelled[name], type=kind, help=text)
 
     def error(message):
-        raise Bad(message)
+        raise UserError(message)
     p.error = error
     o, unknown = p.parse_known_args(argv)
     if unknown:
-        near = difflib.get_close_matches(unknown[0].split("=")[0], ["--" + name for name in FLAGS], 1)
-        raise Bad(f"{unknown[0]} is not a flag here" + (f"; did you mean {near[0]}?" if near else "; see --help"))
-    o.task = o.task or "state"
+        near = difflib.get_close_matches(unknown[0].split("=")[0], spelled.values(), 1)
+        raise UserError(f"{unknown[0]} is not a flag here; " + (f"did you mean {near[0]}?" if near else "see --help"))
     o.given = {name for name in FLAGS if getattr(o, name) is not None}
-    vars(o).update({name: default(name, o.task) for name in FLAGS if name not in o.given})
+    o.task = o.task or "state"
+    for name in FLAGS.keys() - o.given:
+        setattr(o, name, default(name, o.task))
     return o
 
 
-def flags(o):
+def run_flags(o):
     return {name: getattr(o, name) for name in RUN}
 
 
 def checkpoint_path(o):
-    """Named by the task, the transition and every flag off its default: different runs have different names."""
-    changed = [f"{name}{Path(getattr(o, name)).stem if name == 'text' else getattr(o, name)}" for name in RUN
-               if name not in ("task", "transition", "seed") and getattr(o, name) != default(name, o.task)]
-    return Path(o.out, "-".join([o.task, o.transition, *changed, f"seed{o.seed}"]) + ".pt")
+    """In --out, named by the task, the transition and every other flag of the run that is not at its default."""
+    if o.resume:
+        return Path(o.resume)
+    name = f"{o.task}-{o.transition}"
+    for flag, value in run_flags(o).items():
+        if flag not in ("task", "transition", "seed") and value != default(flag, o.task):
+            name += f"-{flag}{Path(value).stem if flag == 'text' else value}"
+    return Path(o.out, f"{name}-seed{o.seed}.pt")
 
 
 class Muon(torch.optim.Optimizer):
@@ -168,51 +182,52 @@ def make_optimizers(model, o):
 
 
 def learning_rate(o, step):
-    """Up over 100 steps, then down to a tenth along a cosine."""
+    """Up over 100 steps, or a twentieth of all if that is less; then down to a tenth along a cosine."""
     warm = min(100, o.steps // 20 + 1)
-    return o.lr * min((step + 1) / warm, 0.55 + 0.45 * math.cos(math.pi * max(0, step - warm) / max(1, o.steps - warm)))
+    if step < warm:
+        return o.lr * (step + 1) / warm
+    return o.lr * (0.55 + 0.45 * math.cos(math.pi * (step - warm) / (o.steps - warm)))
 
 
 def train(o, state=None):
     """Trains by the options, from the start or from a checkpoint's state; reports; returns the exit code."""
-    device, cast = pick_device(o.device)
-    task, model, optimizers, generator, draw = build(o, device, state)
-    path, (low, high), stop, seen, began = checkpoint_path(o), loop_bounds(o), [], "", time.monotonic()
-    first, seconds = (state["step"], state["seconds"]) if state else (0, 0.0)
+    device, autocast = pick_device(o.device)
+    task, model, optimizers, generator, draw = build(o, device, autocast, state)
+    path, loss, progress, stop = checkpoint_path(o), None, "", []
+    low, high = loop_bounds(o)
+    start, seconds = (state["step"], state["seconds"]) if state else (0, 0.0)
     print(f"{o.transition} on {o.group if o.task == 'state' else 'text'}, length {o.length}, {o.loops} loops, injected "
           f"{o.inject}, seed {o.seed}: {sum(p.numel() for p in model.parameters()):,} parameters, {device}", flush=True)
-    signal.signal(signal.SIGINT, lambda *_: stop.append(1) if not stop else sys.exit(130))
-    bar = tqdm(range(first, o.steps), initial=first, total=o.steps, disable=None, dynamic_ncols=True, leave=False)
+    began, interrupt = time.monotonic(), signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, lambda *_: stop.append(True))
+    bar = tqdm(range(start, o.steps), initial=start, total=o.steps, disable=None, dynamic_ncols=True, leave=False)
     for step in bar:
         lr = learning_rate(o, step)
         loops = int(torch.randint(low, high + 1, (), generator=generator))
         tokens, targets = draw()
-        with cast():
+        with autocast():
             loss = F.cross_entropy(model(tokens, loops).flatten(0, 1), targets.flatten())
-        look = device == "cpu" or step % 20 == 0  # a GPU has to be waited for
-        ok = loss.isfinite() if look else True
-        if ok:
-            update(model, loss, optimizers, lr)
-        keep = (step + 1) % o.every == 0 or step + 1 == o.steps or stop
-        if not ok or keep and not all(p.isfinite().all() for p in model.parameters()):
-            raise Bad(f"the loss is {loss.item()} at step {step} with learning rate {lr:.2g}; try a smaller --lr. "
-                      + (f"{path} holds an earlier step" if path.exists() else "No checkpoint had been written"))
+        update(model, loss, optimizers, lr)
 
+        save_now = (step + 1) % o.every == 0 or step + 1 == o.steps or bool(stop)
+        look = save_now or device == "cpu" or step % 20 == 0  # a GPU has to be waited for
+        if look and not loss.isfinite() or save_now and not all(p.isfinite().all() for p in model.parameters()):
+            raise UserError(f"step {step} went wrong: loss {loss.item()}, learning rate {lr:.2g}; try a smaller --lr. "
+                            + (f"{path} holds an earlier step" if path.exists() else "No checkpoint was written yet"))
         if look:
-            rate = (step + 1 - first) * tokens.numel() / (time.monotonic() - began)
-            bar.set_postfix_str(f"loss {loss.item():.3f}, lr {lr:.1e}, {rate / 1000:.0f}k tok/s{seen}", refresh=False)
-        if keep:
-            spent = seconds + time.monotonic() - began
-            save(path, o, task, step + 1, spent, model, optimizers, generator)
+            rate = (step + 1 - start) * tokens.numel() / (time.monotonic() - began)
+            bar.set_postfix_str(f"loss {loss.item():.3f}, lr {lr:.1e}, {rate / 1000:.0f}k tok/s{progress}", refresh=False)
+        if save_now:
+            save(path, o, task, step + 1, seconds + time.monotonic() - began, model, optimizers, generator)
             if stop:
                 bar.close()
                 print(f"stopped after step {step + 1}; python train.py --resume {path} goes on")
                 return 130
             metrics = evaluate(model, task, o, device, quick=True)
-            seen = ", " + ", ".join(f"{name} {show(metrics[name])}" for name in list(metrics)[:2])
+            progress = "".join(f", {name} {show(metrics[name])}" for name in main_metrics(o)[:2])
             if bar.disable:
-                print(f"step {step + 1}: loss {loss.item():.3f}, lr {lr:.1e}{seen}", flush=True)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+                print(f"step {step + 1}: loss {loss.item():.3f}, lr {lr:.1e}{progress}", flush=True)
+    signal.signal(signal.SIGINT, interrupt)
     report(o, task, model, path, device, seconds + time.monotonic() - began)
     return 0
 
@@ -230,14 +245,18 @@ def update(model, loss, optimizers, lr):
 # ---- From options to a model
 
 def pick_device(name):
-    """The device, and the context to run the model in: bfloat16 on a CUDA device that has it."""
+    """The device, and what gives the context to run the model in: bfloat16 on a CUDA device made for it."""
     name = name or ("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
     try:
+        if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", name):
+            raise ValueError("there are cpu, cuda, cuda:# and mps.")
         torch.zeros(1, device=name)
     except Exception as e:
-        raise Bad(f"--device {name} cannot be used here: {first_line(e)} --device cpu always can") from None
-    half = name.startswith("cuda") and torch.cuda.is_bf16_supported()
-    return name, lambda: torch.autocast("cuda", torch.bfloat16) if half else contextlib.nullcontext()
+        raise UserError(f"--device {name} cannot be used here: {first_line(e)} --device cpu always can") from None
+    if not name.startswith("cuda"):
+        return name, contextlib.nullcontext
+    torch.cuda.set_device(torch.device(name))
+    return name, lambda: torch.autocast("cuda", torch.bfloat16, enabled=torch.cuda.is_bf16_supported(False))
 
 
 def first_line(e):
@@ -254,48 +273,54 @@ def make_config(o, vocab_size):
                   o.phases, o.length if o.task == "text" else 0)
 
 
-def build(o, device, state=None):
+def build(o, device, autocast, state=None):
     """Options, and maybe a checkpoint's state -> task, model, optimizers, generator, draw() -> tokens, targets."""
     try:
         task = WordProblem(o.group, o.length) if o.task == "state" else Text(o.text or None)
         if o.task == "text":
-            task.batch("val", 1, o.length), task.batch("train", 1, o.length)  # complain now if the text is too short
+            for split in task.splits:
+                task.batch(split, 1, o.length)  # which complains, now, if the text is too short
         torch.manual_seed(o.seed)  # a transition draws nothing from it, so all kinds start from the same blocks
         model = LoopedTransformer(make_config(o, task.vocab_size))
     except ValueError as e:
-        raise Bad(e) from None
-    except OSError as e:
-        raise Bad(f"cannot read {o.text}: {e.strerror}") from None
-    if o.init:
-        for p in model.blocks.parameters():
-            p.data.normal_(std=o.init) if p.ndim == 2 else None
+        raise UserError(e) from None
+    for p in model.blocks.parameters():
+        if o.init and p.ndim == 2:
+            torch.nn.init.normal_(p, std=o.init)
     model.recompute = o.recompute
     model.transition.nu.requires_grad_(o.freeze != "radii")
     model.transition.theta.requires_grad_(o.freeze != "phases")
     optimizers, generator = make_optimizers(model.to(device), o), torch.Generator().manual_seed(o.seed)
     if state:
         if state["digest"] != task.digest:
-            raise Bad(f"{o.text or 'the text'} is not the text that {o.resume} was trained on; bring that one back")
+            raise UserError(f"{o.text or 'the text'} is not the text that this checkpoint was trained on")
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"]):
             optimizer.load_state_dict(saved)
         generator.set_state(state["generator"])
         torch.set_rng_state(state["rng"])
+    if o.compile:
+        compile_blocks(model, autocast, torch.zeros(o.batch, o.length + (o.task == "state"), dtype=int, device=device))
 
     def draw():
-        return task.batch(o.batch, generator, device) if o.task == "state" else \
-            task.batch("train", o.batch, o.length, generator, device)
-    if o.compile:
-        try:  # the blocks, not the loop: a new loop count then compiles nothing anew
-            for block in model.blocks:
-                block.forward = torch.compile(block.forward)
-            model(torch.zeros(o.batch, o.length, dtype=torch.int64, device=device), 1).sum().backward()
-        except Exception as e:  # no compiler, no Triton, a Python too new: whatever it is, training works without
-            print(f"--compile does not work here ({first_line(e)}); going on without", file=sys.stderr)
-            for block in model.blocks:
-                vars(block).pop("forward", None)
-        model.zero_grad()
+        if o.task == "state":
+            return task.batch(o.batch, generator, device)
+        return task.batch("train", o.batch, o.length, generator, device)
     return task, model, optimizers, generator, draw
+
+
+def compile_blocks(model, autocast, tokens):
+    """Compiles the blocks, not the loop, so that a new loop count compiles nothing; goes on without where that fails."""
+    try:
+        for block in model.blocks:
+            block.forward = torch.compile(block.forward)
+        with autocast():
+            model(tokens, 2).sum().backward()
+    except Exception as e:  # no compiler, no Triton, a Python too new: whatever it is, training works without
+        print(f"--compile does not work here ({first_line(e)}); going on without", file=sys.stderr)
+        for block in model.blocks:
+            vars(block).pop("forward", None)
+    model.zero_grad()
 
 
 # ---- Evaluation and report
@@ -304,15 +329,15 @@ def build(o, device, state=None):
 def evaluate(model, task, o, device, loops=None, quick=False):
     """State: what is right on sequences from a seed kept for this. Text: the loss over the validation tenth."""
     if o.task == "text":
-        ids = task.splits["val"]
+        ids, quarter = task.splits["val"], max(1, o.length // 4)
         starts = torch.arange(0, len(ids) - o.length, o.length)[::8 if quick else 1]
         windows = ids[starts[:, None] + torch.arange(o.length + 1)].long().to(device)
         losses = torch.cat([F.cross_entropy(model(w[:, :-1], loops).transpose(1, 2), w[:, 1:], reduction="none")
                             for w in windows.split(128)])
-        return {"loss": losses.mean().item(), "last_quarter": losses[:, -(o.length + 3) // 4:].mean().item()}
+        return {"loss": losses.mean().item(), "last_quarter": losses[:, -quarter:].mean().item()}
     tokens, targets = task.batch(1024 if quick else 4096, torch.Generator().manual_seed(10 ** 9), device)
     right = torch.cat([model(x, loops).argmax(-1) for x in tokens.split(512)]) == targets
-    right = right[:, 1:].cpu()  # BOS asks for nothing
+    right = right[:, 1:].cpu()  # nothing is asked at the beginning token
     prefix = right[:, :-1].all(1)
     return {"sequence": right.all(1).float().mean().item(),
             "last_given_prefix": right[prefix, -1].float().mean().item() if prefix.any() else None,
@@ -320,36 +345,42 @@ def evaluate(model, task, o, device, loops=None, quick=False):
             "right_prefixes": int(prefix.sum()), "positions": right.float().mean(0).tolist()}
 
 
+def main_metrics(o):
+    return ("loss", "last_quarter") if o.task == "text" else ("sequence", "last_given_prefix", "token")
+
+
 def show(x):
     return "-" if x is None else f"{x:.4f}"
 
 
 def report(o, task, model, path, device, seconds):
-    """Prints what was learned, in lines of at most 40 columns, and writes the summary beside the checkpoint."""
+    """Prints what was learned, 40 columns wide but for paths, and writes the summary beside the checkpoint."""
     trained = loop_bounds(o)[1]
     counts = {1, 2, 4, 8, 16, trained} | ({12, 32} if o.task == "state" else set())
     curve = {n: evaluate(model, task, o, device, n) for n in sorted(counts)}
-    final, (first, second, *_) = curve[trained], curve[trained]
+    final = curve[trained]
     for name, x in final.items():
         if name != "positions":
             print(f"{name.replace('_', ' '):26}{x if isinstance(x, int) else show(x):>8}")
-    for i in range(0, len(final.get("positions", ())), 8):
-        print(f"at {i + 1:3}: " + " ".join(f"{p:.2f}"[1:] if p < 0.995 else "1.0" for p in final["positions"][i:i + 8]))
-    print(f"loops{first.replace('_', ' '):>12}{second.replace('_', ' '):>20}")
+    for i in range(0, len(final.get("positions", [])), 8):
+        print(f"% right, {i + 1:3} on:" + "".join(f"{100 * p:3.0f}" for p in final["positions"][i:i + 8]))
+    one, two = main_metrics(o)[:2]
+    print(f"loops{one:>12}{two.replace('_', ' '):>20}")
     for n, metrics in curve.items():
-        print(f"{n:4}{'*' if n == trained else ' '}{show(metrics[first]):>12}{show(metrics[second]):>20}")
-    print("* trained. With one injection more loops\ndo harm; with one at every step they can\nhelp: see README.md.")
-    summary = {"run": flags(o), **final, "curve": curve, "parameters": sum(p.numel() for p in model.parameters()),
-               "seconds": round(seconds), "device": device, "threads": torch.get_num_threads(), "torch": torch.__version__}
+        print(f"{n:4}{'*' if n == trained else ' '}{show(metrics[one]):>12}{show(metrics[two]):>20}")
+    print("* as trained. More loops than that can\nhelp if the input comes at every step,\nand do harm if it comes once.")
+    summary = {"run": run_flags(o), **final, "curve": curve, "parameters": sum(p.numel() for p in model.parameters()),
+               "digest": task.digest, "seconds": round(seconds), "device": device, "threads": torch.get_num_threads(),
+               "torch": torch.__version__}
     write(path.with_suffix(".json"), (json.dumps(summary) + "\n").encode())
-    print(f"{seconds:.0f} s; summary in\n{path.with_suffix('.json')}\nnext: python " +
-          (f"train.py --sample\n{path}" if o.task == "text" else f"looped.py\n{path}"))
+    following = "train.py --sample" if o.task == "text" else "looped.py"
+    print(f"{seconds:.0f} s; summary in\n{path.with_suffix('.json')}\nnext: python {following}\n{path}")
 
 
 # ---- Checkpoints
 
 def write(path, data):
-    """Beside the file, then moved over it: the file on disk is at every moment a whole one."""
+    """Beside the file, then moved over it: at every moment the file on disk is a whole one."""
     partial = path.with_suffix(".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -361,66 +392,69 @@ def write(path, data):
     except OSError as e:
         with contextlib.suppress(OSError):
             partial.unlink()
-        raise Bad(f"cannot write {path}: {e.strerror}; what was there is untouched, --out takes another folder") from None
+        raise UserError(f"cannot write {path}: {e.strerror}; what was there is untouched") from None
 
 
 def save(path, o, task, step, seconds, model, optimizers, generator):
     buffer = io.BytesIO()
-    torch.save({"run": flags(o), "step": step, "seconds": seconds,
-                "vocab_size": task.vocab_size, "chars": getattr(task, "chars", ""), "digest": task.digest,
-                "model": model.state_dict(), "optimizers": [x.state_dict() for x in optimizers],
-                "generator": generator.get_state(), "rng": torch.get_rng_state()}, buffer)
+    torch.save({"run": run_flags(o), "step": step, "seconds": seconds, "vocab_size": task.vocab_size,
+                "chars": getattr(task, "chars", ""), "digest": task.digest, "model": model.state_dict(),
+                "optimizers": [x.state_dict() for x in optimizers], "generator": generator.get_state(),
+                "rng": torch.get_rng_state()}, buffer)
     write(path, buffer.getvalue())
 
 
 def load(path):
-    """A checkpoint's state, the options of its run, and its model. Runs nothing that is in the file. Raises Bad."""
+    """A checkpoint's state, the options of its run, and its model. Runs nothing that is in the file."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about a file of another kind; the line below says it better
             state = torch.load(path, map_location="cpu", weights_only=True)
+        keys = "run", "step", "seconds", "vocab_size", "chars", "digest", "model", "optimizers", "generator", "rng"
+        state = {key: state[key] for key in keys}
         run = argparse.Namespace(**{name: state["run"][name] for name in RUN})
         with torch.device("meta"):  # shapes alone; the weights are the file's
             model = LoopedTransformer(make_config(run, state["vocab_size"]))
         model.load_state_dict(dict(state["model"]), assign=True)  # a copy, as torch notes the assigning in it
     except OSError as e:
-        raise Bad(f"cannot read {path}: {e.strerror}") from None
+        raise UserError(f"cannot read {path}: {e.strerror}") from None
     except Exception as e:  # a broken or hostile file can raise anything
-        raise Bad(f"{path} is not a whole checkpoint of this program ({type(e).__name__}: {first_line(e)})") from None
+        raise UserError(f"{path} is not a whole checkpoint of this program ({type(e).__name__}: {first_line(e)})") from None
     return state, run, model
 
 
 def resume(o):
-    if extra := o.given - {"resume", "task", "device", "compile", "recompute", "every"}:
-        raise Bad(f"--resume takes the run's flags from the checkpoint; leave out --{min(extra)}")
+    if extra := o.given - {"resume", "device", "compile", "recompute", "every"}:
+        raise UserError(f"--resume takes the run's flags from the checkpoint; leave out --{min(extra)}")
     state, run, _ = load(o.resume)
-    vars(o).update(vars(run), out=Path(o.resume).parent)
+    vars(o).update(vars(run))
     return train(o, state)
 
 
 def start(o):
-    path = checkpoint_path(o)
+    """Trains; or goes on, if the checkpoint of this very run is there; or says that it is there and whole."""
+    path, state = checkpoint_path(o), None
     if path.exists():
         state, run, _ = load(path)
-        if vars(run) != flags(o):
-            raise Bad(f"{path} holds a run with other flags; give another --out, or move it away")
-        if state["step"] < o.steps:
-            raise Bad(f"{path} holds this run at step {state['step']} of {o.steps}; --resume it, or move it away")
-    return train(o)
+        if vars(run) != run_flags(o):
+            raise UserError(f"{path} holds a run with other flags; give another --out, or move it away")
+        print(f"{path} holds step {state['step']} of {o.steps} of this run; going on from there")
+    return train(o, state)
 
 
 def sample(o):
     state, run, model = load(o.sample)
     if not state["chars"]:
-        raise Bad(f"{o.sample} is of a state-tracking run; --sample takes one of --task text")
+        raise UserError(f"{o.sample} is of a state-tracking run; --sample takes one of --task text")
     text = Text(chars=state["chars"])
     prompt = o.prompt or ("\n" if "\n" in text.chars else text.chars[0])
     try:
         tokens = text.encode(prompt)[None]
     except ValueError as e:
-        raise Bad(f"--prompt: {e}") from None
+        raise UserError(f"--prompt: {e}") from None
     device, _ = pick_device(o.device)
-    loops, generator = loop_bounds(o if "loops" in o.given else run)[1], torch.Generator(device).manual_seed(o.seed)
+    loops = loop_bounds(o if "loops" in o.given else run)[1]
+    generator = torch.Generator(device).manual_seed(o.seed)
     print(prompt, end="", flush=True)
     for token in model.to(device).stream(tokens.to(device), o.chars, loops, o.temperature, o.top_k, generator):
         print(text.decode(token[0]), end="", flush=True)
@@ -431,43 +465,51 @@ def sample(o):
 # ---- The comparison
 
 def run_one(o):
-    """In a process of its own: the summary of a run, which is trained if it is not there, or resumed if half done."""
-    path = checkpoint_path(o)
-    if not path.with_suffix(".json").exists():
-        torch.set_num_threads(1)
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-            if train(o, load(path)[0] if path.exists() else None):
-                raise KeyboardInterrupt
-    return json.loads(path.with_suffix(".json").read_text())
+    """In a process of its own: the summary of a run; the run itself if that is not there yet, or only half done."""
+    path = checkpoint_path(o).with_suffix(".json")
+    if not path.exists():
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+            if start(o):
+                raise UserError("interrupted; the same command goes on")
+    summary = json.loads(path.read_text())
+    if summary["run"] != run_flags(o):
+        raise UserError(f"{path} is of a run with other flags; give another --out, or move it away")
+    return summary
 
 
 def compare(o):
     """Every transition with every seed, side by side on the cores there are, and a table of each metric."""
     if extra := o.given & {"transition", "seed"}:
-        raise Bad(f"--compare takes every transition and --seeds seeds; leave out --{min(extra)}")
-    kinds, metrics = FLAGS["transition"][0], ("sequence", "last_given_prefix", "token")
-    metrics = ("loss", "last_quarter") if o.task == "text" else metrics
+        raise UserError(f"--compare takes every transition and --seeds seeds; leave out --{min(extra)}")
+    kinds, results = RUN["transition"][0], {}
     runs = [argparse.Namespace(**vars(o) | {"transition": kind, "seed": seed}) for seed in range(o.seeds) for kind in kinds]
-    results = {name: {kind: {} for kind in kinds} for name in metrics}
-    with multiprocessing.get_context("spawn").Pool(os.cpu_count() if pick_device(o.device)[0] == "cpu" else 1) as pool:
-        for run, summary in zip(runs, pool.imap(run_one, runs)):
-            print(checkpoint_path(run).stem, *(f"{name} {show(summary[name])}" for name in metrics), flush=True)
-            for name in metrics:
-                if summary[name] is not None:
-                    results[name][run.transition][run.seed] = summary[name]
-    for name, values in results.items():
+    workers = os.cpu_count() if pick_device(o.device)[0] == "cpu" else 1
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, spawn, torch.set_num_threads, (max(1, os.cpu_count() // workers),)) as pool:
+        try:
+            for run, summary in zip(runs, pool.map(run_one, runs)):
+                results[run.transition, run.seed] = summary
+                print(checkpoint_path(run).stem, *(f"{name} {show(summary[name])}" for name in main_metrics(o)), flush=True)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    if len({summary["digest"] for summary in results.values()}) > 1:
+        raise UserError("these runs had different texts (no network for some of them?); give one with --text")
+    for name in main_metrics(o):
         print(f"\n{name:17} mean     std   95 % interval       n   minus diagonal, seed by seed")
         for kind in kinds:
-            paired = [x - values["diagonal"][seed] for seed, x in values[kind].items() if seed in values["diagonal"]]
-            print(f"{kind:12}", interval(values[kind].values()), "  ", interval(paired) if kind != "diagonal" else "")
+            values = {seed: results[kind, seed][name] for seed in range(o.seeds)}
+            paired = [x - results["diagonal", seed][name] for seed, x in values.items()
+                      if None not in (x, results["diagonal", seed][name])]
+            print(f"{kind:12}", interval([x for x in values.values() if x is not None]), "  ",
+                  interval(paired) if kind != "diagonal" else "")
     return 0
 
 
 def interval(values):
-    """Mean, standard deviation and 95 % interval of the mean, by Student's t, of as many runs."""
-    values = list(values)
+    """Mean, standard deviation and 95 % interval of the mean by Student's t (from 10 values on, that for 10)."""
     if len(values) < 2:
-        return f"{show(*values or [None]):>8}" + " " * 29 + f"{len(values):3}"
+        return f"{show(values[0]) if values else '-':>8}" + " " * 29 + f"{len(values):3}"
     t = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)[min(len(values), 10) - 2]
     mean, std = statistics.mean(values), statistics.stdev(values)
     half = t * std / len(values) ** 0.5
@@ -478,37 +520,42 @@ def interval(values):
 
 def make_step(o):
     """Options -> a function that does one training step, always on the same batch."""
-    device, cast = pick_device(o.device)
-    _, model, optimizers, _, draw = build(o, device)
+    device, autocast = pick_device(o.device)
+    _, model, optimizers, _, draw = build(o, device, autocast)
     tokens, targets = draw()
 
     def step(rows=None):
-        with cast():
+        with autocast():
             loss = F.cross_entropy(model(tokens[:rows]).flatten(0, 1), targets[:rows].flatten())
         update(model, loss, optimizers, 1e-4)
     return step
 
 
 def make_products(o):
-    """A function that does only the matrix products of such a step, forward and backward, on random matrices."""
-    device, cast = pick_device(o.device)
+    """A function that does only the matrix products of the blocks in such a step, forward and backward."""
+    device, autocast = pick_device(o.device)
     T, size, d = o.length + (o.task == "state"), o.dim // o.heads, o.dim
     x = {n: torch.randn(o.batch * T, n, device=device) for n in (d, 3 * d, 4 * d)}
     q, p = (torch.randn(o.batch * o.heads, T, n, device=device) for n in (size, T))
     weights = [torch.randn(*shape, device=device) for shape in ((3 * d, d), (d, d), (4 * d, d), (d, 4 * d))]
 
+    @torch.no_grad()
     def products():
-        with torch.no_grad(), cast():
+        with autocast():
             for _ in range(loop_bounds(o)[1] * o.layers):
                 for w in weights:
-                    x[w.shape[1]] @ w.T, x[w.shape[0]] @ w, x[w.shape[0]].T @ x[w.shape[1]]
-                for _ in range(3):
-                    q @ q.mT, p @ q
+                    inputs, outputs = x[w.shape[1]], x[w.shape[0]]
+                    torch.mm(inputs, w.T)
+                    torch.mm(outputs, w)
+                    torch.mm(outputs.T, inputs)
+                for _ in range(3):  # scores and mixtures of attention: once forward, twice backward
+                    torch.bmm(q, q.mT)
+                    torch.bmm(p, q)
     return products
 
 
 def peak_memory(o):
-    """MiB that a training step takes at its peak, beyond the model and its batch."""
+    """MiB that a training step takes at its peak, beyond what is there before it. On a CPU only where /proc is."""
     step = make_step(o)
     step(1)  # what is loaded once is not counted
     if pick_device(o.device)[0].startswith("cuda"):
@@ -516,11 +563,13 @@ def peak_memory(o):
         before = torch.cuda.memory_allocated()
         step()
         return (torch.cuda.max_memory_allocated() - before) / 2 ** 20
-    Path("/proc/self/clear_refs").write_text("5")  # Linux only: forget the peak so far
-    status = lambda key: int(Path("/proc/self/status").read_text().split(key)[1].split()[0]) / 2 ** 10
-    before = status("VmRSS:")
+    status, forget = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+    if not forget.exists():
+        return math.nan
+    forget.write_text("5")  # the peak so far
+    before = int(status.read_text().split("VmRSS:")[1].split()[0])
     step()
-    return status("VmHWM:") - before
+    return (int(status.read_text().split("VmHWM:")[1].split()[0]) - before) / 2 ** 10
 
 
 def milliseconds(functions, device, repeats=20):
@@ -530,8 +579,8 @@ def milliseconds(functions, device, repeats=20):
         for name, function in functions.items():
             began = time.perf_counter()
             function()
-            if device.startswith("cuda"):
-                torch.cuda.synchronize()
+            if device != "cpu":
+                torch.cuda.synchronize() if device.startswith("cuda") else torch.mps.synchronize()
             times[name].append(1000 * (time.perf_counter() - began))
     return {name: statistics.median(t[1:]) for name, t in times.items()}  # the first is the warm-up
 
@@ -540,37 +589,39 @@ def bench(o):
     def changed(**changes):
         return argparse.Namespace(**vars(o) | changes)
 
-    device, tokens = pick_device(o.device)[0], o.batch * (o.length + (o.task == "state"))
+    device, positions = pick_device(o.device)[0], o.length + (o.task == "state")
     print(f"A training step: {o.task}, batch {o.batch}, length {o.length}, dim {o.dim}, {o.loops} loops, {device}, "
           f"{torch.get_num_threads()} threads, torch {torch.__version__}\n\n{'transition':16}      ms  tokens/s  of untied")
-    steps = {kind: make_step(changed(transition=kind)) for kind in FLAGS["transition"][0]}
+    steps = {kind: make_step(changed(transition=kind)) for kind in RUN["transition"][0]}
     times = milliseconds(steps | {"matrix products": make_products(o)}, device)
     for name, ms in times.items():
-        print(f"{name:16}{ms:8.1f}{1000 * tokens / ms:10.0f}{ms / times['untied']:11.2f}")
+        print(f"{name:16}{ms:8.1f}{1000 * o.batch * positions / ms:10.0f}{ms / times['untied']:11.2f}")
 
     loops = {(n, again): changed(loops=str(n), recompute=again) for again in (False, True) for n in (2, 4, 8, 16, 32)}
     times = milliseconds({key: make_step(x) for key, x in loops.items()}, device, 5)
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # glibc then gives memory back, and a peak is what is in use
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         memory = dict(zip(loops, pool.map(peak_memory, loops.values())))
     print("\nloops       ms     MiB  recomputed: ms     MiB")
     for n in (2, 4, 8, 16, 32):
         print(f"{n:5}{times[n, False]:9.1f}{memory[n, False]:8.0f}{times[n, True]:16.1f}{memory[n, True]:8.0f}")
 
-    sizes = {n: changed(length=n, batch=max(1, tokens // n)) for n in (16, 64, 256, 1024)}
     print("\npositions     ms   us/token   (about as many tokens in each)")
+    sizes = {n: changed(task="state", length=n - 1, batch=max(1, o.batch * positions // n)) for n in (16, 64, 256, 1024)}
     for n, ms in milliseconds({n: make_step(x) for n, x in sizes.items()}, device, 5).items():
         print(f"{n:9}{ms:7.1f}{1000 * ms / n / sizes[n].batch:11.1f}")
 
     model = LoopedTransformer(make_config(changed(task="text", length=256), 65)).to(device)
-    start = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    first = torch.zeros(1, 1, dtype=torch.int64, device=device)
 
     @torch.no_grad()
-    def uncached(text=start):
+    def uncached():
+        text = first
         for _ in range(256):
             text = torch.cat((text, model(text)[:, -1].argmax(-1, keepdim=True)), 1)
-    for name, ms in milliseconds({"with": lambda: model.generate(start, 256), "without": uncached}, device, 3).items():
-        print(f"{chr(10) * (name == 'with')}sampling {name} the cache: {256000 / ms:.0f} characters a second")
+    print("\nsampling 256 characters")
+    for name, ms in milliseconds({"with": lambda: model.generate(first, 256), "without": uncached}, device, 3).items():
+        print(f"{name:8} the cache: {256000 / ms:.0f} a second")
     return 0
 
 
@@ -580,16 +631,18 @@ def main(argv):
         o = parse(argv)
         act = sample if o.sample else resume if o.resume else compare if o.compare else bench if o.bench else start
         return act(o)
-    except Bad as e:
-        print(f"train.py: {e}", file=sys.stderr)
-    except RuntimeError as e:
-        if "memory" not in str(e):
-            raise
-        print(f"train.py: out of memory; take a smaller --batch, --length or --dim ({first_line(e)})", file=sys.stderr)
     except (KeyboardInterrupt, BrokenPipeError):
         return 130
+    except (UserError, OSError) as e:
+        message = str(e)
+    except RuntimeError as e:
+        if not re.search("allocate memory|out of memory|overflow", str(e)):
+            raise
+        message = f"more memory than there is; take a smaller --dim, --batch, --length or --loops ({first_line(e)})"
+    print(f"train.py: {message}", file=sys.stderr)
     return 2
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    import train  # under its own name, so that processes and looped.py meet the same UserError
+    sys.exit(train.main(sys.argv[1:]))
