@@ -403,7 +403,7 @@ def run(*argv, capsys=None):
 
 @pytest.mark.parametrize("kind", [*KINDS, "untied"])
 def test_it_learns(kind, tmp_path):
-    assert run("--transition", kind, "--length=4", "--loops=4", "--dim=32", "--groups=4", "--steps=200",
+    assert run("--transition", kind, "--length=4", "--loops=4", "--dim=32", "--groups=4", "--steps=200", "--optimizer=muon", "--init=0", "--lr=0.01",
                "--out", tmp_path) == 0
     summary = json.loads(next(tmp_path.glob("*.json")).read_text())
     assert summary["token"] > 0.6  # chance is 1/6, and 0.375 for a model that sees the first element alone
