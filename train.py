@@ -74,7 +74,7 @@ RUN = {
     "freeze": (("nothing", "radii", "phases"), "nothing", "what of the transition stays at its start"),
     "init": (at_least(0.0), (0.02, 0.0), "standard deviation of the blocks' matrices; 0: torch's own, 0.58 / sqrt(inputs)"),
     "optimizer": (("muon", "adamw"), ("adamw", "muon"), "for the blocks' matrices; all else takes adamw"),
-    "lr": (at_least(1e-8), (0.006, 0.01), "highest learning rate"),
+    "lr": (at_least(1e-8), (0.003, 0.01), "highest learning rate"),
     "steps": (at_least(1), 2000, "training steps"),
     "batch": (at_least(1), (64, 12), "sequences in a batch"),
     "text": (str, "", "for text: a UTF-8 file; none: tinyshakespeare"),
