@@ -368,7 +368,7 @@ def report(o, task, model, path, device, seconds):
     print(f"loops{one:>12}{two.replace('_', ' '):>20}")
     for n, metrics in curve.items():
         print(f"{n:4}{'*' if n == trained else ' '}{show(metrics[one]):>12}{show(metrics[two]):>20}")
-    print("* as trained. More loops than that can\nhelp if the input comes at every step,\nand do harm if it comes once.")
+    print("* as trained. More loops than that can\nhelp if the input comes at every step;\nif it comes once they mostly do harm.")
     summary = {"run": run_flags(o), **final, "curve": curve, "parameters": sum(p.numel() for p in model.parameters()),
                "digest": task.digest, "seconds": round(seconds), "device": device, "threads": torch.get_num_threads(),
                "torch": torch.__version__}
