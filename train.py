@@ -363,12 +363,12 @@ def report(o, task, model, path, device, seconds):
         if name != "positions":
             print(f"{name.replace('_', ' '):26}{x if isinstance(x, int) else show(x):>8}")
     for i in range(0, len(final.get("positions", [])), 8):
-        print(f"% right, {i + 1:3} on:" + "".join(f"{100 * p:3.0f}" for p in final["positions"][i:i + 8]))
+        print(f"% at {i + 1:3}" + "".join(f"{100 * p:4.0f}" for p in final["positions"][i:i + 8]))
     one, two = main_metrics(o)[:2]
     print(f"loops{one:>12}{two.replace('_', ' '):>20}")
     for n, metrics in curve.items():
         print(f"{n:4}{'*' if n == trained else ' '}{show(metrics[one]):>12}{show(metrics[two]):>20}")
-    print("* as trained. More loops than that can\nhelp if the input comes at every step;\nif it comes once they mostly do harm.")
+    print("* as trained. Beyond it, input injected\nonce may do harm; at every step, help.")
     summary = {"run": run_flags(o), **final, "curve": curve, "parameters": sum(p.numel() for p in model.parameters()),
                "digest": task.digest, "seconds": round(seconds), "device": device, "threads": torch.get_num_threads(),
                "torch": torch.__version__}
