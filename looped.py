@@ -354,7 +354,7 @@ def show(named, colour=False):
     for title, pictures, reading in (
             ("GRAM. The cosine of one write after s and after t steps, s and t = 0, 2, .., 16",
              [heat(gram(t, write, 17)[::2, ::2], colour) for _, t in named],
-             "Full: the same direction still. Diagonal stripes: only the age t - s counts."),
+             "Full or red: the same direction still. Diagonal stripes: only the age counts."),
             ("SPECTRUM. The eigenvalues r exp(+-i theta) in the unit disk",
              [disc(t.eigenvalues().detach()) for _, t in named],
              "Right half of the axis: nothing turns. A circle: one radius for many phases.")):
