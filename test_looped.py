@@ -576,7 +576,7 @@ BAD = [  # arguments, and what the one line must name
     ("--resume={state} --lr=1", "--lr"), ("--sample={state}", "--task text"), ("--sample={dir}/empty.pt", "empty.pt"),
     ("--sample={text} --prompt=Zebra", "'Z'"), ("--sample={text} --chars=0", "'0'"),
     ("--sample={text} --temperature=-1", "'-1'"), ("--sample={text} --top-k=-1", "'-1'"),
-    ("--sample={text} --loops=0", "'0'"), ("--compare --transition=complex", "--transition"),
+    ("--sample={text} --loops=0", "'0'"), ("--compare --transition=complex", "--transition"), ("--compare --seeds=99999999999", "99999999999"),
     ("--out={dir}/text.txt", "text.txt"), ("--out=/proc/none", "/proc/none"), ("--out=" + "a" * 300, "too long"),
 ]
 

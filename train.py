@@ -481,6 +481,8 @@ def compare(o):
     """Every transition with every seed, side by side on the cores there are, and a table of each metric."""
     if extra := o.given & {"transition", "seed"}:
         raise UserError(f"--compare takes every transition and --seeds seeds; leave out --{min(extra)}")
+    if o.seeds > 1000:
+        raise UserError(f"--seeds {o.seeds} is more than 1000; 5 to 20 are usual")
     kinds, results = RUN["transition"][0], {}
     runs = [argparse.Namespace(**vars(o) | {"transition": kind, "seed": seed}) for seed in range(o.seeds) for kind in kinds]
     workers = os.cpu_count() if pick_device(o.device)[0] == "cpu" else 1
