@@ -368,13 +368,13 @@ def report(o, task, model, path, device, seconds):
     print(f"loops{one:>12}{two.replace('_', ' '):>20}")
     for n, metrics in curve.items():
         print(f"{n:4}{'*' if n == trained else ' '}{show(metrics[one]):>12}{show(metrics[two]):>20}")
-    print("* as trained. Beyond it, input injected\nonce may do harm; at every step, help.")
+    print("* as trained. More loops may help or do\nharm: see Depth in README.md.")
     summary = {"run": run_flags(o), **final, "curve": curve, "parameters": sum(p.numel() for p in model.parameters()),
                "digest": task.digest, "seconds": round(seconds), "device": device, "threads": torch.get_num_threads(),
                "torch": torch.__version__}
     write(path.with_suffix(".json"), (json.dumps(summary) + "\n").encode())
     following = "train.py --sample" if o.task == "text" else "looped.py"
-    print(f"{seconds:.0f} s; summary in\n{path.with_suffix('.json')}\nnext: python {following}\n{path}")
+    print(f"{seconds:.0f} s; summary in\n{path.with_suffix('.json')}\nnext: python {following} \\\n{path}")
 
 
 # ---- Checkpoints
