@@ -34,7 +34,7 @@ class WordProblem:
     MAX_ORDER = 2520  # A7, whose table takes 51 MB
 
     def __init__(self, group="S3", length=8):
-        if not re.fullmatch(r"[ZSA]\d{1,9}(_?x_?[ZSA]\d{1,9})*", group):
+        if not re.fullmatch(r"[ZSA][0-9]{1,9}(_?x_?[ZSA][0-9]{1,9})*", group):
             raise ValueError(f"group is {group!r}; write Z#, S# or A#, as Z60, S3 or A5, or a product, as A4xZ5")
         if length < 1:
             raise ValueError(f"length is {length}; it must be at least 1")

@@ -160,6 +160,8 @@ class Muon(torch.optim.Optimizer):
     def step(self):
         for group in self.param_groups:
             for p in group["params"]:
+                if p.grad is None:  # an untied block that a short loop did not reach
+                    continue
                 momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
                 momentum.lerp_(p.grad, 0.05)
                 x = p.grad.lerp(momentum, 0.95)
