@@ -129,21 +129,27 @@ class Transition(nn.Module):
         if self.kind == "diagonal":
             scale = self.radii() ** steps
             return lambda h: (h * scale).to(h.dtype)
-        turn = torch.polar(self.radii()[::2] ** steps, self.phases()[::2] * steps)
+        rate = self.rates()[:, None]
+        turn = torch.exp(steps * torch.complex(-rate, self.theta.to(rate.dtype).view(len(rate), -1))).flatten()
 
         def act(h):
             planes = h.to(torch.promote_types(h.dtype, torch.float32)).unflatten(-1, (-1, 2)).contiguous()
+            if planes.storage_offset() % 2:  # a piece of a larger tensor that torch cannot read as complex in place
+                planes = planes.clone()
             return torch.view_as_real(torch.view_as_complex(planes) * turn).flatten(-2).to(h.dtype)
         return act
+
+    def rates(self):
+        """exp(nu) = -log r, one for each radius."""
+        # float32 rounds exp(-exp(-17)) to 1 and exp(-exp(5)) to 0, and half precision would much sooner. A nu beyond
+        # these bounds has no gradient; none has been seen near them.
+        return torch.exp(self.nu.to(torch.promote_types(self.nu.dtype, torch.float32)).clamp(-16, 4))
 
     def radii(self):
         """(d,) the radius at each coordinate, strictly inside (0, 1) for any nu; 1 for the identity."""
         if self.kind == "identity":
-            return self.nu.new_ones(self.dim)
-        # float32 rounds exp(-exp(-17)) to 1 and exp(-exp(5)) to 0, and half precision would much sooner. A nu beyond
-        # these bounds has no gradient; none has been seen near them.
-        nu = self.nu.to(torch.promote_types(self.nu.dtype, torch.float32)).clamp(-16, 4)
-        return torch.exp(-torch.exp(nu)).repeat_interleave(self.dim // len(nu))
+            return self.rates().new_ones(self.dim)
+        return torch.exp(-self.rates()).repeat_interleave(self.dim // len(self.nu))
 
     def phases(self):
         """(d,) the phase of the plane that each coordinate lies in, in radians; 0 for the kinds without."""
@@ -277,7 +283,8 @@ class LoopedTransformer(nn.Module):
         if top_k:
             least = logits.topk(min(top_k, self.config.vocab_size)).values[:, -1:]
             logits = logits.masked_fill(logits < least, -math.inf)
-        return torch.multinomial(F.softmax(logits / temperature, -1), 1, generator=generator)
+        noise = torch.empty_like(logits).exponential_(generator=generator).log()
+        return (logits / temperature - noise).argmax(-1, keepdim=True)  # a draw from softmax: the Gumbel-max trick
 
     def generate(self, tokens, n, loops=None, temperature=1.0, top_k=None, generator=None):
         """(B, T) -> (B, T + n), T >= 1: the tokens and n more, drawn one after the other; see stream."""

@@ -166,10 +166,16 @@ class Muon(torch.optim.Optimizer):
                 momentum.lerp_(p.grad, 0.05)
                 x = p.grad.lerp(momentum, 0.95)
                 tall = x.shape[0] > x.shape[1]
-                x = x.T / (x.norm() + 1e-7) if tall else x / (x.norm() + 1e-7)
-                for _ in range(3):  # Newton-Schulz; here three rounds train as well as the usual five
-                    s = x @ x.T
-                    x = torch.addmm(x, torch.addmm(s, s, s, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+                x = (x.T if tall else x) / (x.norm() + 1e-7)
+                # Newton-Schulz: x <- q(x x^T) x. Worked out on the square x x^T, which is small, and applied to x once
+                # at the end. Three rounds train as well here as the usual five.
+                gram, factor = x @ x.T, None
+                for more in 2, 1, 0:
+                    q = torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+                    q.diagonal().add_(3.4445)
+                    factor = q if factor is None else q @ factor
+                    gram = q @ gram @ q if more else None
+                x = factor @ x
                 size = 0.2 * max(p.shape) ** 0.5  # makes the update as large as one of AdamW: one rate serves both
                 p.mul_(1 - group["lr"] * group["weight_decay"]).add_(x.T if tall else x, alpha=-group["lr"] * size)
 
