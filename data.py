@@ -88,7 +88,7 @@ class Text:
     SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
     def __init__(self, path=None, chars=None):
-        if chars:
+        if chars is not None:
             self.chars = chars
             return
         raw, name = (tinyshakespeare(self.URL, self.SHA256), "text") if path is None else (Path(path).read_bytes(), path)

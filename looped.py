@@ -58,8 +58,8 @@ class Config:
     def __post_init__(self):
         for name in "vocab_size", "dim", "heads", "layers", "loops", "context":
             value, least = getattr(self, name), 0 if name == "context" else 1
-            if value < least:
-                raise ValueError(f"{name} is {value}; it must be at least {least}")
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}")
         if self.dim % (2 * self.heads):
             raise ValueError(f"dim is {self.dim} and heads is {self.heads}; dim must be a multiple of 2 x heads")
         if self.inject not in ("every", "once"):
@@ -120,6 +120,8 @@ class Transition(nn.Module):
 
     def forward(self, h, steps=1):
         """A^steps h in closed form. h: (..., d) -> (..., d); steps: an integer >= 0."""
+        if h.shape[-1] != self.dim or steps < 0 or steps % 1:
+            raise ValueError(f"h is {tuple(h.shape)} and steps {steps}; h must be (..., {self.dim}), steps 0, 1, 2, ..")
         return self.power(steps)(h)
 
     def power(self, steps=1):
@@ -187,7 +189,7 @@ class Block(nn.Module):
         B, T, d = h.shape
         if rotary is None:  # it is the same at every step, so a loop makes it once and hands it in
             rotary = self.rotary(torch.arange(T, device=h.device), d // self.heads)
-        qkv = self.qkv(self.norm1(h)).view(B, T, 3 * self.heads, -1).transpose(1, 2)
+        qkv = self.qkv(self.norm1(h)).view(B, T, 3 * self.heads, d // self.heads).transpose(1, 2)
         qk, v = qkv.split((2 * self.heads, self.heads), 1)
         planes = qk.to(torch.promote_types(qk.dtype, torch.float32)).unflatten(-1, (-1, 2))
         q, k = torch.view_as_real(torch.view_as_complex(planes) * rotary).flatten(-2).to(v.dtype).chunk(2, 1)
@@ -266,6 +268,8 @@ class LoopedTransformer(nn.Module):
         Past config.context attention slides: each position looks back on that many, exactly as in forward.
         """
         c, T = self.config, tokens.shape[1]
+        if T < 1:
+            raise ValueError("tokens is empty; begin with at least one")
         window = min(c.context or T + n, T + n)
         caches = [Cache(window) for _ in range((loops or c.loops) * c.layers)]
         logits = self(tokens[:, :window], loops, caches)
@@ -296,6 +300,7 @@ def writes(transition, write, steps):
     """(d,) -> (steps, d): the directions of w, A w, A^2 w, ...; made length 1 at each step, so that none vanishes."""
     A, h, directions = transition.power(1), write, []
     for _ in range(steps):
+        h = h / h.abs().max()  # so that the norm's squares cannot vanish
         h = h / h.norm()
         directions.append(h)
         h = A(h)
@@ -371,8 +376,12 @@ def show(named, colour=False):
 
 def main(argv):
     """Draws an example of each kind; or, with a checkpoint, its transition at the start and as learned."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")
     sys.stdout.reconfigure(errors="replace")
     named = [(kind, example(kind)) for kind in Transition.KINDS[:4]]
+    if len(argv) > 1:
+        print(f"looped.py: {len(argv)} arguments; give one checkpoint, or none", file=sys.stderr)
+        return 2
     if argv:
         import train
         try:
@@ -381,7 +390,11 @@ def main(argv):
             print(f"looped.py: {e}", file=sys.stderr)
             return 2
         named = [("start", model.config.make_transition()), ("learned", model.transition)]
-    show(named, sys.stdout.isatty() and "NO_COLOR" not in os.environ)
+    try:
+        show(named, sys.stdout.isatty() and "NO_COLOR" not in os.environ)
+        sys.stdout.flush()
+    except OSError:  # nobody reads on, as in | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return 0
 
 

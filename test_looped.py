@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -260,8 +261,36 @@ def test_recompute_changes_nothing():
     assert torch.equal(*grads)
 
 
+def test_transition_says_what_does_not_fit():
+    t = Transition(16)
+    for h, steps in (torch.zeros(3, 2), 1), (torch.zeros(16), -1), (torch.zeros(16), 1.5):
+        with pytest.raises(ValueError, match="steps 0, 1, 2"):
+            t(h, steps=steps)
+    with pytest.raises(ValueError, match="empty"):
+        small().generate(torch.zeros(1, 0, dtype=torch.int64), 3)
+    assert small()(torch.zeros(0, 4, dtype=torch.int64)).shape == (0, 4, 11)
+
+
+def test_transition_takes_any_piece_of_a_tensor():
+    whole = torch.randn(3, 5, 49)
+    for kind in KINDS:
+        t = Transition(16, kind, 4)
+        for h in whole[..., 1:17], whole[..., 1:33:2], whole.flatten()[1:17], whole.transpose(0, 2)[:16].mT[0, 0].new_ones(16):
+            assert torch.allclose(t(h), t(h.clone())) and torch.allclose(t(h), t.matrix() @ h.unsqueeze(-1).squeeze(-1)
+                                                                         if h.ndim == 1 else h @ t.matrix().T, atol=1e-6)
+        assert t.bfloat16().eigenvalues().shape == (16,)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_gram_of_tiny_and_huge_writes(scale):
+    t = Transition(24, "blockwise", 3)
+    t.nu.data.fill_(3.9)  # a radius of 1e-21
+    w = vectors(1)[0].float()
+    assert torch.allclose(gram(t, w * scale, 10), gram(t, w, 10), atol=1e-5) and gram(t, w, 10).isfinite().all()
+
+
 @pytest.mark.parametrize("wrong", [
-    {"dim": 0}, {"dim": 30}, {"heads": 3}, {"heads": 0}, {"dim": 12}, {"groups": 5}, {"groups": 0}, {"loops": 0},
+    {"dim": 0}, {"dim": "16"}, {"loops": 2.5}, {"dim": 30}, {"heads": 3}, {"heads": 0}, {"dim": 12}, {"groups": 5}, {"groups": 0}, {"loops": 0},
     {"layers": 0}, {"vocab_size": 0}, {"transition": "spiral"}, {"inject": "never"}, {"radius": 1.0}, {"radius": 0.0},
     {"phases": "none"}, {"context": -1}])
 def test_config_validates_itself(wrong):
@@ -496,7 +525,7 @@ def test_report_fits_40_columns_and_a_pipe_has_no_bar(tmp_path, capsys, monkeypa
 
 
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_good_checkpoint(tmp_path, capsys):
-    flags = [*TINY, "--steps=400", "--every=1", "--lr=1e18", "--optimizer=adamw", "--out", tmp_path]
+    flags = [*TINY, "--steps=400", "--every=1", "--lr=1000", "--init=100", "--optimizer=adamw", "--out", tmp_path]
     assert run(*flags) == 2
     err = capsys.readouterr().err
     assert re.search(r"step \d+ .*loss .*learning rate", err) and err.count("\n") == 1
@@ -553,12 +582,12 @@ def made(tmp_path_factory):
 BAD = [  # arguments, and what the one line must name
     ("--stepps=5", "--steps"), ("--frobnicate", "--frobnicate"), ("extra", "extra"), ("--steps", "--steps"),
     ("--steps=0", "'0'"), ("--steps=-3", "'-3'"), ("--steps=many", "'many'"), ("--steps=2.5", "'2.5'"),
-    ("--batch=0", "'0'"), ("--length=0", "'0'"), ("--loops=0", "'0'"), ("--loops=8-2", "8-2"), ("--loops=2-", "''"),
-    ("--loops=a", "'a'"), ("--loops=-1", "''"), ("--lr=0", "'0'"), ("--lr=nan", "'nan'"), ("--lr=inf", "'inf'"),
+    ("--batch=0", "'0'"), ("--length=0", "'0'"), ("--loops=0", "'0'"), ("--loops=8-2", "8-2"), ("--loops=2-", "'2-'"),
+    ("--loops=a", "'a'"), ("--loops=-1", "'-1'"), ("--lr=0", "'0'"), ("--lr=nan", "'nan'"), ("--lr=inf", "'inf'"),
     ("--lr=fast", "'fast'"), ("--seed=-1", "'-1'"), ("--dim=0", "'0'"), ("--dim=63", "63"), ("--dim=66", "66"),
     ("--heads=3", "heads is 3"), ("--heads=64", "heads is 64"), ("--groups=5", "groups is 5"), ("--groups=0", "'0'"),
-    ("--layers=0", "'0'"), ("--radius=0", "radius is 0"), ("--radius=1", "radius is 1"), ("--radius=x", "'x'"),
-    ("--dim=2000000", "memory"), ("--batch=1000000000000000000", "memory"), ("--every=0", "'0'"),
+    ("--layers=0", "'0'"), ("--radius=0", "'0'"), ("--radius=1", "'1'"), ("--radius=x", "'x'"),
+    ("--dim=2000000", "memory"), ("--batch=1000000000000000000", "1000000"), ("--batch=1000000 --length=1000000", "memory"), ("--every=0", "'0'"),
     ("--seed=99999999999999999999", "99999999999999999999"), ("--topk=3", "--top-k"),
     ("--transition=spiral", "'spiral'"), ("--inject=twice", "'twice'"), ("--phases=odd", "'odd'"),
     ("--task=images", "'images'"), ("--optimizer=sgd", "'sgd'"), ("--freeze=all", "'all'"),
@@ -577,6 +606,10 @@ BAD = [  # arguments, and what the one line must name
     ("--sample={text} --prompt=Zebra", "'Z'"), ("--sample={text} --chars=0", "'0'"),
     ("--sample={text} --temperature=-1", "'-1'"), ("--sample={text} --top-k=-1", "'-1'"),
     ("--sample={text} --loops=0", "'0'"), ("--compare --transition=complex", "--transition"), ("--compare --seeds=99999999999", "99999999999"),
+    ("--resume=", "--resume"), ("--out=", "--out"), ("--prompt=x", "--prompt"), ("--text={dir}/text.txt", "--text"),
+    ("--task=text --group=../../x", "--group"), ("--sample={text} --bench", "--bench"), ("--compare --top-k=3", "--top-k"),
+    ("--loops=1000000-9223372036854775807", "10000"), ("--layers=1000000000", "100"), ("--init=1e18", "100"),
+    ("--lr=1e30", "1000"), ("--resume=/dev/zero", "/dev/zero"),
     ("--out={dir}/text.txt", "text.txt"), ("--out=/proc/none", "/proc/none"), ("--out=" + "a" * 300, "too long"),
 ]
 
@@ -590,7 +623,69 @@ def test_bad_input_gets_one_line(line, named, made, capsys):
     assert train.main(argv) == 2
     out, err = capsys.readouterr()
     assert err.count("\n") == 1 and named.format(**made) in err and "Traceback" not in err, err
-    assert not (made["dir"] / "pwned").exists() and not (made["dir"] / "never").exists()
+    assert not (made["dir"] / "pwned").exists() and (named == "memory" or not (made["dir"] / "never").exists())
+    shutil.rmtree(made["dir"] / "never", ignore_errors=True)
+
+
+def tampered():
+    """Where in a checkpoint, and what somebody put there."""
+    head, first = ("model", "head.weight"), ("optimizers", 0, 0)
+    yield from [(("run", name), value) for name, value in {
+        "task": "text", "layers": 10 ** 9, "loops": "9-3", "lr": math.nan, "dim": "16", "group": "Q8", "seed": True,
+        "transition": ["untied"], "groups": 3, "freeze": torch.zeros(2), "batch": 0}.items()]
+    yield from [(("step",), -1), (("step",), 3), (("step",), "2"), (("seconds",), math.inf), (("seconds",), None),
+                (("vocab_size",), 2 ** 40), (("vocab_size",), 8), (("chars",), "ab"), (("digest",), 5), (("digest",), "S4"),
+                (("generator",), torch.zeros(3, dtype=torch.uint8)), (("rng",), "x"), (("optimizers",), []),
+                ((*first, "exp_avg"), torch.zeros(3)), ((*first, "step"), torch.tensor(math.nan)), (first, {}), (first, 7)]
+    yield from [(head, x) for x in (
+        torch.full((7, 16), math.nan), torch.zeros(7, 16, dtype=torch.complex64), torch.zeros(7, 16).to_sparse(),
+        torch.zeros(7, 16, dtype=torch.float64), torch.zeros(7, 16, device="meta"), torch.zeros(7, 16, 1), "none")]
+
+
+@pytest.mark.parametrize("where,what", [*tampered()])
+def test_a_checkpoint_made_by_hand_gets_one_line(where, what, made, tmp_path, capsys):
+    content = inner = torch.load(made["state"], weights_only=True)
+    for key in where[:-1]:
+        inner = inner[key]
+    inner[where[-1]] = what
+    torch.save(content, tmp_path / "x.pt")
+    assert run("--resume", tmp_path / "x.pt") == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and ("x.pt" in err or where[-1] in ("digest", "group")), err
+
+
+def test_a_flipped_bit_is_seen_or_changes_nothing(made, tmp_path):
+    whole, dice, seen = made["state"].read_bytes(), random.Random(), 0
+    for _ in range(40):
+        raw, at = bytearray(whole), dice.randrange(len(whole))
+        raw[at] ^= 1 << dice.randrange(8)
+        (tmp_path / "x.pt").write_bytes(raw)
+        try:
+            assert same(train.load(tmp_path / "x.pt")[0], train.load(made["state"])[0]), at  # a date or a padding
+        except train.UserError:
+            seen += 1
+    assert seen > 10
+
+
+def test_a_checkpoint_of_any_name_keeps_its_summary_apart(made, tmp_path):
+    for name in "ck.json", "ck.partial", "ck", "it's a ck.pt":
+        file = tmp_path / name
+        file.write_bytes(made["state"].read_bytes())
+        assert run("--resume", file) == 0 and train.load(file)[0]["step"] == 2 and train.summary_path(file).exists()
+
+
+def test_nobody_reads_on(tmp_path):
+    training = f"train.py {' '.join(TINY)} --steps=3 --out {tmp_path}"
+    for line in "looped.py | head -n 1", "looped.py >&-", f"{training} | head -n 1", f"{training} > /dev/full":
+        p = subprocess.run(["bash", "-c", f"{sys.executable} {HERE}/{line}"], capture_output=True, text=True)
+        assert "Traceback" not in p.stderr and "ignored" not in p.stderr and p.stderr.count("\n") <= 1, p.stderr
+
+
+def test_samples_cannot_command_a_terminal(tmp_path, capsys):
+    (tmp_path / "t.txt").write_text("a\x1b]0;owned\x07" * 100)
+    assert run("--task=text", *TINY, "--steps=2", "--text", tmp_path / "t.txt", "--out", tmp_path) == 0
+    assert run("--sample", next(tmp_path.glob("*.pt")), "--chars=200", "--prompt=\x1b") == 0
+    assert "\x1b" not in (out := capsys.readouterr().out) and "\ufffd" in out
 
 
 def test_no_cuda_is_said(made, capsys):
@@ -641,14 +736,24 @@ def test_sampling(made, capsys):
     assert capsys.readouterr().out.startswith("\n")
 
 
-def test_compare_skips_what_is_there(tmp_path, capsys):
-    flags = ["--compare", *TINY, "--steps=2", "--seeds=1", "--out", tmp_path]
-    assert run(*flags) == 0
+def test_an_interrupted_comparison_goes_on(tmp_path, capsys):
+    flags = ["--compare", *TINY, "--steps=30", "--seeds=1", "--out", tmp_path]
+    p = spawn(*flags, start_new_session=True)
+    while len(list(tmp_path.glob("*.json"))) < 2:
+        time.sleep(0.01)
+    os.killpg(p.pid, signal.SIGINT)  # as a terminal does: to the workers as well
+    out = p.communicate()[0]
+    assert p.returncode == 130 and "interrupted; the same command goes on" in out and "Traceback" not in out, out
+    there = {f: f.stat().st_mtime_ns for f in tmp_path.glob("*.json")}
+    assert run(*flags) == 0 and len(list(tmp_path.glob("*.json"))) == 6 and not list(tmp_path.glob("*.partial"))
+    assert all(f.stat().st_mtime_ns == time for f, time in there.items())
     out = capsys.readouterr().out
     assert all(kind in out for kind in (*KINDS, "untied")) and "sequence" in out
-    files = {f: f.stat().st_mtime_ns for f in tmp_path.glob("*.json")}
-    assert len(files) == 6
-    assert run(*flags) == 0 and files == {f: f.stat().st_mtime_ns for f in tmp_path.glob("*.json")}
+    one = train.parse([*TINY, "--steps=30", "--out", str(tmp_path)])
+    for text in "{", "[]", "{}":
+        train.summary_path(train.checkpoint_path(one)).write_text(text)
+        with pytest.raises(train.UserError, match="is broken"):
+            train.run_one(one)
 
 
 def test_interval():

@@ -20,12 +20,15 @@ import math
 import multiprocessing
 import os
 import re
+import shlex
 import signal
 import statistics
 import sys
 import time
 import warnings
+import zipfile
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import torch
@@ -40,20 +43,27 @@ class UserError(Exception):
     """Something the user can mend: main() prints it in one line and exits with 2."""
 
 
-def at_least(least):
+def number(least, most):
     def convert(text):
         with contextlib.suppress(ValueError):
-            if least <= type(least)(text) < 2 ** 63:
+            if least <= type(least)(text) <= most:
                 return type(least)(text)
         kind = "whole number" if isinstance(least, int) else "number"
-        raise argparse.ArgumentTypeError(f"{text!r} is not a {kind} of at least {least}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a {kind} from {least} to {most}")
     return convert
 
 
 def loop_range(text):
     low, dash, high = text.partition("-")
-    if at_least(1)(low) > at_least(1)(high if dash else low):
-        raise argparse.ArgumentTypeError(f"{text!r} runs downwards; write the smaller count first")
+    with contextlib.suppress(argparse.ArgumentTypeError):
+        if number(1, 10 ** 4)(low) <= number(1, 10 ** 4)(high if dash else low):
+            return text
+    raise argparse.ArgumentTypeError(f"{text!r} is not a count up to 10000, as 8, or a range of them, as 2-8")
+
+
+def path_name(text):
+    if not text:
+        raise argparse.ArgumentTypeError("'' is no path; name a file or folder")
     return text
 
 
@@ -62,41 +72,53 @@ RUN = {
     "task": (("state", "text"), "state", "state tracking, or characters"),
     "transition": ((*Transition.KINDS, "untied"), "blockwise", "untied: own blocks for each recurrent step"),
     "group": (str, "S3", "for state: Z#, S#, A# or a product such as A4xZ5"),
-    "length": (at_least(1), (8, 64), "elements in a sequence, or characters of context"),
+    "length": (number(1, 10 ** 6), (8, 64), "elements in a sequence, or characters of context"),
     "loops": (loop_range, ("8", "4"), "recurrent steps; LOW-HIGH draws a count for each batch"),
-    "dim": (at_least(2), (64, 128), "width of the residual stream"),
-    "heads": (at_least(1), 4, "attention heads"),
-    "layers": (at_least(1), 1, "blocks inside one recurrent step"),
-    "groups": (at_least(1), 8, "groups of planes"),
+    "dim": (number(2, 10 ** 7), (64, 128), "width of the residual stream"),
+    "heads": (number(1, 10 ** 4), 4, "attention heads"),
+    "layers": (number(1, 100), 1, "blocks inside one recurrent step"),
+    "groups": (number(1, 10 ** 5), 8, "groups of planes"),
     "inject": (("every", "once"), ("once", "every"), "add the input at every recurrent step, or at the first"),
-    "radius": (at_least(0.0), 0.447, "start of every radius"),
+    "radius": (number(0.001, 0.999), 0.447, "start of every radius"),
     "phases": (Transition.PHASES, "log", "start of the phases"),
     "freeze": (("nothing", "radii", "phases"), "nothing", "what of the transition stays at its start"),
-    "init": (at_least(0.0), (0.02, 0.0), "standard deviation of the blocks' matrices; 0: torch's own, 0.58 / sqrt(inputs)"),
+    "init": (number(0.0, 100), (0.02, 0.0), "standard deviation of the blocks' matrices; 0: torch's own, 0.58 / sqrt(inputs)"),
     "optimizer": (("muon", "adamw"), ("adamw", "muon"), "for the blocks' matrices; all else takes adamw"),
-    "lr": (at_least(1e-8), (0.003, 0.01), "highest learning rate"),
-    "steps": (at_least(1), 2000, "training steps"),
-    "batch": (at_least(1), (64, 12), "sequences in a batch"),
-    "text": (str, "", "for text: a UTF-8 file; none: tinyshakespeare"),
-    "seed": (at_least(0), 0, "for the weights and the batches"),
+    "lr": (number(1e-8, 1000), (0.003, 0.01), "highest learning rate"),
+    "steps": (number(1, 10 ** 9), 2000, "training steps"),
+    "batch": (number(1, 10 ** 6), (64, 12), "sequences in a batch"),
+    "text": (path_name, "", "for text: a UTF-8 file; none: tinyshakespeare"),
+    "seed": (number(0, 2 ** 63 - 1), 0, "for the weights and the batches"),
 }
 OTHER = {
-    "every": (at_least(1), 500, "evaluate and save every that many steps"),
+    "every": (number(1, 10 ** 9), 500, "evaluate and save every that many steps"),
     "device": (str, "", "cpu, cuda, mps; none: the best there is"),
-    "out": (str, "runs", "folder for checkpoints and summaries"),
+    "out": (path_name, "runs", "folder for checkpoints and summaries"),
     "compile": (None, False, "torch.compile the blocks"),
     "recompute": (None, False, "save memory: work out a step's activations again going backward"),
-    "resume": (str, "", "go on with this checkpoint"),
-    "sample": (str, "", "write text with this checkpoint"),
+    "resume": (path_name, "", "go on with this checkpoint"),
+    "sample": (path_name, "", "write text with this checkpoint"),
     "prompt": (str, "", "how that text begins"),
-    "chars": (at_least(1), 500, "characters to write"),
-    "temperature": (at_least(0.0), 0.8, "0 takes the likeliest character"),
-    "top_k": (at_least(0), 0, "draw from the likeliest few only; 0: from all"),
+    "chars": (number(1, 10 ** 9), 500, "characters to write"),
+    "temperature": (number(0.0, 1000), 0.8, "0 takes the likeliest character"),
+    "top_k": (number(0, 10 ** 9), 0, "draw from the likeliest few only; 0: from all"),
     "compare": (None, False, "train every transition with several seeds, one table"),
-    "seeds": (at_least(1), 5, "how many seeds --compare takes"),
+    "seeds": (number(1, 1000), 5, "how many seeds --compare takes"),
     "bench": (None, False, "measure what a step costs"),
 }
 FLAGS = RUN | OTHER
+TRAINING = {"every", "device", "compile", "recompute"}
+USES = {  # what may be given beside each of the flags that say what to do, and beside none of them
+    "resume": TRAINING,
+    "sample": {"prompt", "chars", "temperature", "top_k", "loops", "seed", "device"},
+    "compare": RUN.keys() - {"transition", "seed"} | TRAINING | {"out", "seeds"},
+    "bench": RUN.keys() | {"device", "compile", "recompute"},
+    "a run": RUN.keys() | TRAINING | {"out"},
+}
+
+
+def spelled(name):
+    return "--" + name.replace("_", "-")
 
 
 def default(name, task):
@@ -107,26 +129,30 @@ def default(name, task):
 def parse(argv):
     """argv -> options; those not given are filled in by the task. Raises UserError."""
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter)
-    spelled = {name: "--" + name.replace("_", "-") for name in FLAGS}
     for name, (kind, value, text) in FLAGS.items():
         shown = f"{value[0]}; for text {value[1]}" if isinstance(value, tuple) else value
         text += f" [{shown}]" if shown else ""
         if kind is None:
-            p.add_argument(spelled[name], action="store_true", default=None, help=text)
+            p.add_argument(spelled(name), action="store_true", default=None, help=text)
         elif isinstance(kind, tuple):
-            p.add_argument(spelled[name], choices=kind, help=text)
+            p.add_argument(spelled(name), choices=kind, help=text)
         else:
-            p.add_argument(spelled[name], type=kind, help=text)
+            p.add_argument(spelled(name), type=kind, help=text)
 
     def error(message):
         raise UserError(message)
     p.error = error
     o, unknown = p.parse_known_args(argv)
     if unknown:
-        near = difflib.get_close_matches(unknown[0].split("=")[0], spelled.values(), 1)
+        near = difflib.get_close_matches(unknown[0].split("=")[0], map(spelled, FLAGS), 1)
         raise UserError(f"{unknown[0]} is not a flag here; " + (f"did you mean {near[0]}?" if near else "see --help"))
     o.given = {name for name in FLAGS if getattr(o, name) is not None}
     o.task = o.task or "state"
+    o.mode = next((mode for mode in USES if mode in o.given), "a run")
+    useless = o.given - USES[o.mode] - {o.mode} | o.given & {"text" if o.task == "state" else "group"}
+    if useless:
+        beside = {"resume": "--resume, which takes the run's flags from the checkpoint", "a run": f"--task {o.task} alone"}
+        raise UserError(f"{spelled(min(useless))} has no use with {beside.get(o.mode, '--' + o.mode)}; leave it out")
     for name in FLAGS.keys() - o.given:
         setattr(o, name, default(name, o.task))
     return o
@@ -138,13 +164,17 @@ def run_flags(o):
 
 def checkpoint_path(o):
     """In --out, named by the task, the transition and every other flag of the run that is not at its default."""
-    if o.resume:
+    if o.mode == "resume":
         return Path(o.resume)
     name = f"{o.task}-{o.transition}"
     for flag, value in run_flags(o).items():
         if flag not in ("task", "transition", "seed") and value != default(flag, o.task):
             name += f"-{flag}{Path(value).stem if flag == 'text' else value}"
     return Path(o.out, f"{name}-seed{o.seed}.pt")
+
+
+def summary_path(checkpoint):
+    return checkpoint.with_name(checkpoint.name.removesuffix(".pt") + ".json")
 
 
 class Muon(torch.optim.Optimizer):
@@ -201,14 +231,17 @@ def train(o, state=None):
     """Trains by the options, from the start or from a checkpoint's state; reports; returns the exit code."""
     device, autocast = pick_device(o.device)
     task, model, optimizers, generator, draw = build(o, device, autocast, state)
-    path, loss, progress, stop = checkpoint_path(o), None, "", []
+    path, stop = checkpoint_path(o), []
     low, high = loop_bounds(o)
     start, seconds = (state["step"], state["seconds"]) if state else (0, 0.0)
     print(f"{o.transition} on {o.group if o.task == 'state' else 'text'}, length {o.length}, {o.loops} loops, injected "
           f"{o.inject}, seed {o.seed}: {sum(p.numel() for p in model.parameters()):,} parameters, {device}", flush=True)
-    began, interrupt = time.monotonic(), signal.getsignal(signal.SIGINT)
-    signal.signal(signal.SIGINT, lambda *_: stop.append(True))
-    bar = tqdm(range(start, o.steps), initial=start, total=o.steps, disable=None, dynamic_ncols=True, leave=False)
+    began = time.monotonic()
+    if not state:  # if it cannot be written, say so now
+        save(path, o, task, start, seconds, model, optimizers, generator)
+    interrupt = signal.signal(signal.SIGINT, lambda *_: stop.append(True))
+    bar = tqdm(range(start, o.steps), initial=start, total=o.steps, disable=None, dynamic_ncols=True, leave=False,
+               bar_format="{n_fmt}/{total_fmt}{postfix}, {remaining} left {bar}")
     for step in bar:
         lr = learning_rate(o, step)
         loops = int(torch.randint(low, high + 1, (), generator=generator))
@@ -220,21 +253,21 @@ def train(o, state=None):
         save_now = (step + 1) % o.every == 0 or step + 1 == o.steps or bool(stop)
         look = save_now or device == "cpu" or step % 20 == 0  # a GPU has to be waited for
         if look and not loss.isfinite() or save_now and not all(p.isfinite().all() for p in model.parameters()):
-            raise UserError(f"step {step} went wrong: loss {loss.item()}, learning rate {lr:.2g}; try a smaller --lr. "
-                            + (f"{path} holds an earlier step" if path.exists() else "No checkpoint was written yet"))
+            raise UserError(f"step {step} went wrong: loss {loss.item()}, learning rate {lr:.2g}; try a smaller --lr or "
+                            f"--init. {path} holds an earlier step")
         if look:
             rate = (step + 1 - start) * tokens.numel() / (time.monotonic() - began)
-            bar.set_postfix_str(f"loss {loss.item():.3f}, lr {lr:.1e}, {rate / 1000:.0f}k tok/s{progress}", refresh=False)
+            bar.set_postfix_str(f"loss {loss.item():.3f}, lr {lr:.1e}, {rate / 1000:.0f}k tok/s", refresh=False)
         if save_now:
             save(path, o, task, step + 1, seconds + time.monotonic() - began, model, optimizers, generator)
             if stop:
                 bar.close()
-                print(f"stopped after step {step + 1}; python train.py --resume {path} goes on")
+                print(f"stopped after step {step + 1}; python train.py --resume {shlex.quote(str(path))} goes on")
                 return 130
             metrics = evaluate(model, task, o, device, quick=True)
-            progress = "".join(f", {name} {show(metrics[name])}" for name in main_metrics(o)[:2])
-            if bar.disable:
-                print(f"step {step + 1}: loss {loss.item():.3f}, lr {lr:.1e}{progress}", flush=True)
+            bar.write(f"step {step + 1}: loss {loss.item():.3f}, lr {lr:.1e}, "
+                      + ", ".join(f"{name} {show(metrics[name])}" for name in main_metrics(o)[:2]))
+            sys.stdout.flush()
     signal.signal(signal.SIGINT, interrupt)
     report(o, task, model, path, device, seconds + time.monotonic() - began)
     return 0
@@ -276,9 +309,13 @@ def loop_bounds(o):
     return int(low), int(high or low)
 
 
-def make_config(o, vocab_size):
-    return Config(vocab_size, o.dim, o.heads, o.layers, loop_bounds(o)[1], o.transition, o.groups, o.inject, o.radius,
-                  o.phases, o.length if o.task == "text" else 0)
+def make_model(o, vocab_size):
+    context = o.length if o.task == "text" else 0
+    model = LoopedTransformer(Config(vocab_size, o.dim, o.heads, o.layers, loop_bounds(o)[1], o.transition, o.groups,
+                                     o.inject, o.radius, o.phases, context))
+    model.transition.nu.requires_grad_(o.freeze != "radii")
+    model.transition.theta.requires_grad_(o.freeze != "phases")
+    return model
 
 
 def build(o, device, autocast, state=None):
@@ -289,22 +326,20 @@ def build(o, device, autocast, state=None):
             for split in task.splits:
                 task.batch(split, 1, o.length)  # which complains, now, if the text is too short
         torch.manual_seed(o.seed)  # a transition draws nothing from it, so all kinds start from the same blocks
-        model = LoopedTransformer(make_config(o, task.vocab_size))
+        model = make_model(o, task.vocab_size)
     except ValueError as e:
         raise UserError(e) from None
     for p in model.blocks.parameters():
         if o.init and p.ndim == 2:
             torch.nn.init.normal_(p, std=o.init)
     model.recompute = o.recompute
-    model.transition.nu.requires_grad_(o.freeze != "radii")
-    model.transition.theta.requires_grad_(o.freeze != "phases")
     optimizers, generator = make_optimizers(model.to(device), o), torch.Generator().manual_seed(o.seed)
     if state:
         if state["digest"] != task.digest:
             raise UserError(f"{o.text or 'the text'} is not the text that this checkpoint was trained on")
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"]):
-            optimizer.load_state_dict(saved)
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": saved})
         generator.set_state(state["generator"])
         torch.set_rng_state(state["rng"])
     if o.compile:
@@ -320,6 +355,7 @@ def build(o, device, autocast, state=None):
 def compile_blocks(model, autocast, tokens):
     """Compiles the blocks, not the loop, so that a new loop count compiles nothing; goes on without where that fails."""
     try:
+        warnings.filterwarnings("ignore", ".*complex operators")  # compiled or not, the rotations come out the same
         for block in model.blocks:
             block.forward = torch.compile(block.forward)
         with autocast():
@@ -380,16 +416,16 @@ def report(o, task, model, path, device, seconds):
     summary = {"run": run_flags(o), **final, "curve": curve, "parameters": sum(p.numel() for p in model.parameters()),
                "digest": task.digest, "seconds": round(seconds), "device": device, "threads": torch.get_num_threads(),
                "torch": torch.__version__}
-    write(path.with_suffix(".json"), (json.dumps(summary) + "\n").encode())
+    write(summary_path(path), (json.dumps(summary) + "\n").encode())
     following = "train.py --sample" if o.task == "text" else "looped.py"
-    print(f"{seconds:.0f} s; summary in\n{path.with_suffix('.json')}\nnext: python {following} \\\n{path}")
+    print(f"{seconds:.0f} s; summary in\n{summary_path(path)}\nnext: python {following} \\\n{shlex.quote(str(path))}")
 
 
 # ---- Checkpoints
 
 def write(path, data):
     """Beside the file, then moved over it: at every moment the file on disk is a whole one."""
-    partial = path.with_suffix(".partial")
+    partial = path.with_name(path.name + ".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(partial, "wb") as f:
@@ -407,33 +443,65 @@ def save(path, o, task, step, seconds, model, optimizers, generator):
     buffer = io.BytesIO()
     torch.save({"run": run_flags(o), "step": step, "seconds": seconds, "vocab_size": task.vocab_size,
                 "chars": getattr(task, "chars", ""), "digest": task.digest, "model": model.state_dict(),
-                "optimizers": [x.state_dict() for x in optimizers], "generator": generator.get_state(),
+                "optimizers": [x.state_dict()["state"] for x in optimizers], "generator": generator.get_state(),
                 "rng": torch.get_rng_state()}, buffer)
     write(path, buffer.getvalue())
 
 
 def load(path):
-    """A checkpoint's state, the options of its run, and its model. Runs nothing that is in the file."""
+    """A checkpoint's state, the options of its run, and its model. Runs nothing that is in the file, and trusts nothing."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about a file of another kind; the line below says it better
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        keys = "run", "step", "seconds", "vocab_size", "chars", "digest", "model", "optimizers", "generator", "rng"
-        state = {key: state[key] for key in keys}
-        run = argparse.Namespace(**{name: state["run"][name] for name in RUN})
+        if not Path(path).is_file():
+            raise FileNotFoundError("there is no such file")
+        with zipfile.ZipFile(path) as file:
+            check(not file.testzip(), "it is damaged")
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        run = argparse.Namespace(**{name: valid(name, state["run"][name]) for name in RUN})
+        vocabulary, chars = state["vocab_size"], state["chars"]
+        check(type(vocabulary) is int and 0 < vocabulary < 2 ** 21 and isinstance(state["digest"], str), "vocab_size")
+        check(chars == "".join(sorted(set(chars))) and len(chars) == (vocabulary if run.task == "text" else 0), "chars")
+        check(type(state["step"]) is int and 0 <= state["step"] <= run.steps and 0 <= state["seconds"] < 1e12, "step")
+        stacks = loop_bounds(run)[1] if run.transition == "untied" else 1
+        check(sum("norm1" in name for name in state["model"]) == stacks * run.layers, "blocks")  # before they are made
         with torch.device("meta"):  # shapes alone; the weights are the file's
-            model = LoopedTransformer(make_config(run, state["vocab_size"]))
+            model = make_model(run, vocabulary)
+        check(all(usable(x, model.state_dict()[name].shape) for name, x in state["model"].items()), "weights")
         model.load_state_dict(dict(state["model"]), assign=True)  # a copy, as torch notes the assigning in it
+        for optimizer, saved in zip(make_optimizers(model, run), state["optimizers"], strict=True):
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            keys = {"momentum"} if isinstance(optimizer, Muon) else {"step", "exp_avg", "exp_avg_sq"}
+            for i, held in saved.items():
+                check(held.keys() == keys and all(usable(held[k], () if k == "step" else parameters[i].shape) for k in keys),
+                      "optimizers")
+        for name in "generator", "rng":
+            torch.Generator().set_state(state[name])
     except OSError as e:
-        raise UserError(f"cannot read {path}: {e.strerror}") from None
-    except Exception as e:  # a broken or hostile file can raise anything
-        raise UserError(f"{path} is not a whole checkpoint of this program ({type(e).__name__}: {first_line(e)})") from None
+        raise UserError(f"cannot read {path}: {e.strerror or e}") from None
+    except zipfile.BadZipFile:
+        raise UserError(f"{path} is not a checkpoint of this program, or not a whole one") from None
+    except Exception as e:  # a hostile file can raise anything
+        raise UserError(f"{path} is not a checkpoint of this program, or was changed ({type(e).__name__}: {first_line(e)})") from None
     return state, run, model
 
 
+def check(good, what):
+    if not good:
+        raise ValueError(what)
+
+
+def valid(name, value):
+    """The value of a flag, from a file; or an exception."""
+    kind = RUN[name][0]
+    good = value in kind if isinstance(kind, tuple) else name == "text" and value == "" or kind(str(value)) == value
+    check(good and isinstance(value, (str, int, float)), f"{name} is {value!r}")
+    return value
+
+
+def usable(x, shape):
+    return x.shape == shape and x.dtype == torch.float32 and x.layout == torch.strided and bool(x.isfinite().all())
+
+
 def resume(o):
-    if extra := o.given - {"resume", "device", "compile", "recompute", "every"}:
-        raise UserError(f"--resume takes the run's flags from the checkpoint; leave out --{min(extra)}")
     state, run, _ = load(o.resume)
     vars(o).update(vars(run))
     return train(o, state)
@@ -463,10 +531,13 @@ def sample(o):
     device, _ = pick_device(o.device)
     loops = loop_bounds(o if "loops" in o.given else run)[1]
     generator = torch.Generator(device).manual_seed(o.seed)
-    print(prompt, end="", flush=True)
+
+    def put(characters):  # control characters could be commands to a terminal
+        print("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in characters), end="", flush=True)
+    put(prompt)
     for token in model.to(device).stream(tokens.to(device), o.chars, loops, o.temperature, o.top_k, generator):
-        print(text.decode(token[0]), end="", flush=True)
-    print()
+        put(text.decode(token[0]))
+    put("\n")
     return 0
 
 
@@ -474,35 +545,41 @@ def sample(o):
 
 def run_one(o):
     """In a process of its own: the summary of a run; the run itself if that is not there yet, or only half done."""
-    path = checkpoint_path(o).with_suffix(".json")
+    path = summary_path(checkpoint_path(o))
     if not path.exists():
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
             if start(o):
                 raise UserError("interrupted; the same command goes on")
-    summary = json.loads(path.read_text())
-    if summary["run"] != run_flags(o):
-        raise UserError(f"{path} is of a run with other flags; give another --out, or move it away")
-    return summary
+    try:
+        summary = json.loads(path.read_text())
+        if summary["run"] == run_flags(o):
+            return {name: summary[name] for name in ("digest", *main_metrics(o))}
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{path} is broken; delete it, and the run is reported again") from None
+    raise UserError(f"{path} is of a run with other flags; give another --out, or move it away")
 
 
 def compare(o):
     """Every transition with every seed, side by side on the cores there are, and a table of each metric."""
-    if extra := o.given & {"transition", "seed"}:
-        raise UserError(f"--compare takes every transition and --seeds seeds; leave out --{min(extra)}")
-    if o.seeds > 1000:
-        raise UserError(f"--seeds {o.seeds} is more than 1000; 5 to 20 are usual")
     kinds, results = RUN["transition"][0], {}
     runs = [argparse.Namespace(**vars(o) | {"transition": kind, "seed": seed}) for seed in range(o.seeds) for kind in kinds]
     workers = os.cpu_count() if pick_device(o.device)[0] == "cpu" else 1
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, spawn, torch.set_num_threads, (max(1, os.cpu_count() // workers),)) as pool:
+        interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the workers inherit this, and stop where train() says
+        summaries = pool.map(run_one, runs)
+        signal.signal(signal.SIGINT, interrupt)
         try:
-            for run, summary in zip(runs, pool.map(run_one, runs)):
+            for run, summary in zip(runs, summaries):
                 results[run.transition, run.seed] = summary
                 print(checkpoint_path(run).stem, *(f"{name} {show(summary[name])}" for name in main_metrics(o)), flush=True)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
+        except BrokenProcessPool:
+            raise UserError("a run was killed, perhaps for want of memory; the same command goes on") from None
+        except KeyboardInterrupt:
+            print("interrupted; the same command goes on")
             raise
+        finally:
+            pool.shutdown(cancel_futures=True)
     if len({summary["digest"] for summary in results.values()}) > 1:
         raise UserError("these runs had different texts (no network for some of them?); give one with --text")
     for name in main_metrics(o):
@@ -621,7 +698,7 @@ def bench(o):
     for n, ms in milliseconds({n: make_step(x) for n, x in sizes.items()}, device, 5).items():
         print(f"{n:9}{ms:7.1f}{1000 * ms / n / sizes[n].batch:11.1f}")
 
-    model = LoopedTransformer(make_config(changed(task="text", length=256), 65)).to(device)
+    model = make_model(changed(task="text", length=256), 65).to(device)
     first = torch.zeros(1, 1, dtype=torch.int64, device=device)
 
     @torch.no_grad()
@@ -636,17 +713,23 @@ def bench(o):
 
 
 def main(argv):
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # none, if whoever called closed it
     sys.stdout.reconfigure(errors="replace")
     try:
         o = parse(argv)
-        act = sample if o.sample else resume if o.resume else compare if o.compare else bench if o.bench else start
-        return act(o)
-    except (KeyboardInterrupt, BrokenPipeError):
+        code = {"resume": resume, "sample": sample, "compare": compare, "bench": bench, "a run": start}[o.mode](o)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
         return 130
     except (UserError, OSError) as e:
         message = str(e)
-    except RuntimeError as e:
-        if not re.search("allocate memory|out of memory|overflow", str(e)):
+        if not isinstance(e, UserError):  # perhaps nobody reads on, as in | head: then Python's last flush goes nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if isinstance(e, BrokenPipeError):
+            return 141
+    except (RuntimeError, MemoryError) as e:
+        if not re.search("allocate memory|out of memory|bad_alloc|overflow|^$", str(e)):
             raise
         message = f"more memory than there is; take a smaller --dim, --batch, --length or --loops ({first_line(e)})"
     print(f"train.py: {message}", file=sys.stderr)
