@@ -9,7 +9,7 @@ Train a looped transformer on state tracking or on text, and see what it learned
     python train.py --compare --seeds 5                  every transition, one table
     python train.py --bench                              what a step costs, and where
 
-In order: flags, optimisers, train() (the loop), evaluation, checkpoints, sampling, comparison, benchmark.
+In order: train(), which is the loop; optimisers, model, evaluation, checkpoints, sampling, comparison, benchmark, flags.
 """
 import argparse
 import contextlib
@@ -41,190 +41,6 @@ from looped import Config, LoopedTransformer, Transition
 
 class UserError(Exception):
     """Something the user can mend: main() prints it in one line and exits with 2."""
-
-
-def number(least, most):
-    def convert(text):
-        with contextlib.suppress(ValueError):
-            if least <= type(least)(text) <= most:
-                return type(least)(text)
-        kind = "whole number" if isinstance(least, int) else "number"
-        raise argparse.ArgumentTypeError(f"{text!r} is not a {kind} from {least} to {most}")
-    return convert
-
-
-def loop_range(text):
-    low, dash, high = text.partition("-")
-    with contextlib.suppress(argparse.ArgumentTypeError):
-        if number(1, 10 ** 4)(low) <= number(1, 10 ** 4)(high if dash else low):
-            return text
-    raise argparse.ArgumentTypeError(f"{text!r} is not a count up to 10000, as 8, or a range of them, as 2-8")
-
-
-def path_name(text):
-    if not text:
-        raise argparse.ArgumentTypeError("'' is no path; name a file or folder")
-    return text
-
-
-# flag: type or choices, default (or a pair: for state, for text), help. These make the run, and its name.
-RUN = {
-    "task": (("state", "text"), "state", "state tracking, or characters"),
-    "transition": ((*Transition.KINDS, "untied"), "blockwise", "untied: own blocks for each recurrent step"),
-    "group": (str, "S3", "for state: Z#, S#, A# or a product such as A4xZ5"),
-    "length": (number(1, 10 ** 6), (8, 64), "elements in a sequence, or characters of context"),
-    "loops": (loop_range, ("8", "4"), "recurrent steps; LOW-HIGH draws a count for each batch"),
-    "dim": (number(2, 10 ** 7), (64, 128), "width of the residual stream"),
-    "heads": (number(1, 10 ** 4), 4, "attention heads"),
-    "layers": (number(1, 100), 1, "blocks inside one recurrent step"),
-    "groups": (number(1, 10 ** 5), 8, "groups of planes"),
-    "inject": (("every", "once"), ("once", "every"), "add the input at every recurrent step, or at the first"),
-    "radius": (number(0.001, 0.999), 0.447, "start of every radius"),
-    "phases": (Transition.PHASES, "log", "start of the phases"),
-    "freeze": (("nothing", "radii", "phases"), "nothing", "what of the transition stays at its start"),
-    "init": (number(0.0, 100), (0.02, 0.0), "standard deviation of the blocks' matrices; 0: torch's own, 0.58 / sqrt(inputs)"),
-    "optimizer": (("muon", "adamw"), ("adamw", "muon"), "for the blocks' matrices; all else takes adamw"),
-    "lr": (number(1e-8, 1000), (0.003, 0.01), "highest learning rate"),
-    "steps": (number(1, 10 ** 9), 2000, "training steps"),
-    "batch": (number(1, 10 ** 6), (64, 12), "sequences in a batch"),
-    "text": (path_name, "", "for text: a UTF-8 file; none: tinyshakespeare"),
-    "seed": (number(0, 2 ** 63 - 1), 0, "for the weights and the batches"),
-}
-OTHER = {
-    "every": (number(1, 10 ** 9), 500, "evaluate and save every that many steps"),
-    "device": (str, "", "cpu, cuda, mps; none: the best there is"),
-    "out": (path_name, "runs", "folder for checkpoints and summaries"),
-    "compile": (None, False, "torch.compile the blocks"),
-    "recompute": (None, False, "save memory: work out a step's activations again going backward"),
-    "resume": (path_name, "", "go on with this checkpoint"),
-    "sample": (path_name, "", "write text with this checkpoint"),
-    "prompt": (str, "", "how that text begins"),
-    "chars": (number(1, 10 ** 9), 500, "characters to write"),
-    "temperature": (number(0.0, 1000), 0.8, "0 takes the likeliest character"),
-    "top_k": (number(0, 10 ** 9), 0, "draw from the likeliest few only; 0: from all"),
-    "compare": (None, False, "train every transition with several seeds, one table"),
-    "seeds": (number(1, 1000), 5, "how many seeds --compare takes"),
-    "bench": (None, False, "measure what a step costs"),
-}
-FLAGS = RUN | OTHER
-TRAINING = {"every", "device", "compile", "recompute"}
-USES = {  # what may be given beside each of the flags that say what to do, and beside none of them
-    "resume": TRAINING,
-    "sample": {"prompt", "chars", "temperature", "top_k", "loops", "seed", "device"},
-    "compare": RUN.keys() - {"transition", "seed"} | TRAINING | {"out", "seeds"},
-    "bench": RUN.keys() | {"device", "compile", "recompute"},
-    "a run": RUN.keys() | TRAINING | {"out"},
-}
-
-
-def spelled(name):
-    return "--" + name.replace("_", "-")
-
-
-def default(name, task):
-    value = FLAGS[name][1]
-    return value[task == "text"] if isinstance(value, tuple) else value
-
-
-def parse(argv):
-    """argv -> options; those not given are filled in by the task. Raises UserError."""
-    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter)
-    for name, (kind, value, text) in FLAGS.items():
-        shown = f"{value[0]}; for text {value[1]}" if isinstance(value, tuple) else value
-        text += f" [{shown}]" if shown else ""
-        if kind is None:
-            p.add_argument(spelled(name), action="store_true", default=None, help=text)
-        elif isinstance(kind, tuple):
-            p.add_argument(spelled(name), choices=kind, help=text)
-        else:
-            p.add_argument(spelled(name), type=kind, help=text)
-
-    def error(message):
-        raise UserError(message)
-    p.error = error
-    o, unknown = p.parse_known_args(argv)
-    if unknown:
-        near = difflib.get_close_matches(unknown[0].split("=")[0], map(spelled, FLAGS), 1)
-        raise UserError(f"{unknown[0]} is not a flag here; " + (f"did you mean {near[0]}?" if near else "see --help"))
-    o.given = {name for name in FLAGS if getattr(o, name) is not None}
-    o.task = o.task or "state"
-    o.mode = next((mode for mode in USES if mode in o.given), "a run")
-    useless = o.given - USES[o.mode] - {o.mode} | o.given & {"text" if o.task == "state" else "group"}
-    if useless:
-        beside = {"resume": "--resume, which takes the run's flags from the checkpoint", "a run": f"--task {o.task} alone"}
-        raise UserError(f"{spelled(min(useless))} has no use with {beside.get(o.mode, '--' + o.mode)}; leave it out")
-    for name in FLAGS.keys() - o.given:
-        setattr(o, name, default(name, o.task))
-    return o
-
-
-def run_flags(o):
-    return {name: getattr(o, name) for name in RUN}
-
-
-def checkpoint_path(o):
-    """In --out, named by the task, the transition and every other flag of the run that is not at its default."""
-    if o.mode == "resume":
-        return Path(o.resume)
-    name = f"{o.task}-{o.transition}"
-    for flag, value in run_flags(o).items():
-        if flag not in ("task", "transition", "seed") and value != default(flag, o.task):
-            name += f"-{flag}{Path(value).stem if flag == 'text' else value}"
-    return Path(o.out, f"{name}-seed{o.seed}.pt")
-
-
-def summary_path(checkpoint):
-    return checkpoint.with_name(checkpoint.name.removesuffix(".pt") + ".json")
-
-
-class Muon(torch.optim.Optimizer):
-    """Momentum, with the singular values of the update brought near 1 (Jordan et al. 2024). For matrices only.
-
-    torch.optim.Muon works in bfloat16, which costs a processor without it more than the rest of the training step.
-    """
-
-    def __init__(self, params, lr, weight_decay):
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:  # an untied block that a short loop did not reach
-                    continue
-                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
-                momentum.lerp_(p.grad, 0.05)
-                x = p.grad.lerp(momentum, 0.95)
-                tall = x.shape[0] > x.shape[1]
-                x = (x.T if tall else x) / (x.norm() + 1e-7)
-                # Newton-Schulz: x <- q(x x^T) x. Worked out on the square x x^T, which is small, and applied to x once
-                # at the end. Three rounds train as well here as the usual five.
-                gram, factor = x @ x.T, None
-                for more in 2, 1, 0:
-                    q = torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
-                    q.diagonal().add_(3.4445)
-                    factor = q if factor is None else q @ factor
-                    gram = q @ gram @ q if more else None
-                x = factor @ x
-                size = 0.2 * max(p.shape) ** 0.5  # makes the update as large as one of AdamW: one rate serves both
-                p.mul_(1 - group["lr"] * group["weight_decay"]).add_(x.T if tall else x, alpha=-group["lr"] * size)
-
-
-def make_optimizers(model, o):
-    matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
-    rest = [p for name, p in model.named_parameters() if p.requires_grad and not (p.ndim == 2 and "blocks" in name)]
-    groups = [{"params": rest, "weight_decay": 0.0}, {"params": matrices, "weight_decay": 0.1}]
-    muon = o.optimizer == "muon"
-    adamw = torch.optim.AdamW(groups[:1] if muon else groups, lr=o.lr, betas=(0.9, 0.98), fused=True)
-    return [adamw, Muon(matrices, o.lr, weight_decay=0.1)] if muon else [adamw]
-
-
-def learning_rate(o, step):
-    """Up over 100 steps, or a twentieth of all if that is less; then down to a tenth along a cosine."""
-    warm = min(100, o.steps // 20 + 1)
-    if step < warm:
-        return o.lr * (step + 1) / warm
-    return o.lr * (0.55 + 0.45 * math.cos(math.pi * (step - warm) / (o.steps - warm)))
 
 
 def train(o, state=None):
@@ -281,6 +97,58 @@ def update(model, loss, optimizers, lr):
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
+
+
+# ---- Optimisers
+
+def learning_rate(o, step):
+    """Up over 100 steps, or a twentieth of all if that is less; then down to a tenth along a cosine."""
+    warm = min(100, o.steps // 20 + 1)
+    if step < warm:
+        return o.lr * (step + 1) / warm
+    return o.lr * (0.55 + 0.45 * math.cos(math.pi * (step - warm) / (o.steps - warm)))
+
+
+def make_optimizers(model, o):
+    matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
+    rest = [p for name, p in model.named_parameters() if p.requires_grad and not (p.ndim == 2 and "blocks" in name)]
+    groups = [{"params": rest, "weight_decay": 0.0}, {"params": matrices, "weight_decay": 0.1}]
+    muon = o.optimizer == "muon"
+    adamw = torch.optim.AdamW(groups[:1] if muon else groups, lr=o.lr, betas=(0.9, 0.98), fused=True)
+    return [adamw, Muon(matrices, o.lr, weight_decay=0.1)] if muon else [adamw]
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum, with the singular values of the update brought near 1 (Jordan et al. 2024). For matrices only.
+
+    torch.optim.Muon works in bfloat16, which costs a processor without it more than the rest of the training step.
+    """
+
+    def __init__(self, params, lr, weight_decay):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:  # an untied block that a short loop did not reach
+                    continue
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                momentum.lerp_(p.grad, 0.05)
+                x = p.grad.lerp(momentum, 0.95)
+                tall = x.shape[0] > x.shape[1]
+                x = (x.T if tall else x) / (x.norm() + 1e-7)
+                # Newton-Schulz: x <- q(x x^T) x. Worked out on the square x x^T, which is small, and applied to x once
+                # at the end. Three rounds train as well here as the usual five.
+                gram, factor = x @ x.T, None
+                for more in 2, 1, 0:
+                    q = torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+                    q.diagonal().add_(3.4445)
+                    factor = q if factor is None else q @ factor
+                    gram = q @ gram @ q if more else None
+                x = factor @ x
+                size = 0.2 * max(p.shape) ** 0.5  # makes the update as large as one of AdamW: one rate serves both
+                p.mul_(1 - group["lr"] * group["weight_decay"]).add_(x.T if tall else x, alpha=-group["lr"] * size)
 
 
 # ---- From options to a model
@@ -422,6 +290,21 @@ def report(o, task, model, path, device, seconds):
 
 
 # ---- Checkpoints
+
+def checkpoint_path(o):
+    """In --out, named by the task, the transition and every other flag of the run that is not at its default."""
+    if o.mode == "resume":
+        return Path(o.resume)
+    name = f"{o.task}-{o.transition}"
+    for flag, value in run_flags(o).items():
+        if flag not in ("task", "transition", "seed") and value != default(flag, o.task):
+            name += f"-{flag}{Path(value).stem if flag == 'text' else value}"
+    return Path(o.out, f"{name}-seed{o.seed}.pt")
+
+
+def summary_path(checkpoint):
+    return checkpoint.with_name(checkpoint.name.removesuffix(".pt") + ".json")
+
 
 def write(path, data):
     """Beside the file, then moved over it: at every moment the file on disk is a whole one."""
@@ -710,6 +593,127 @@ def bench(o):
     for name, ms in milliseconds({"with": lambda: model.generate(first, 256), "without": uncached}, device, 3).items():
         print(f"{name:8} the cache: {256000 / ms:.0f} a second")
     return 0
+
+
+# ---- Flags
+
+def number(least, most):
+    def convert(text):
+        with contextlib.suppress(ValueError):
+            if least <= type(least)(text) <= most:
+                return type(least)(text)
+        kind = "whole number" if isinstance(least, int) else "number"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a {kind} from {least} to {most}")
+    return convert
+
+
+def loop_range(text):
+    low, dash, high = text.partition("-")
+    with contextlib.suppress(argparse.ArgumentTypeError):
+        if number(1, 10 ** 4)(low) <= number(1, 10 ** 4)(high if dash else low):
+            return text
+    raise argparse.ArgumentTypeError(f"{text!r} is not a count up to 10000, as 8, or a range of them, as 2-8")
+
+
+def path_name(text):
+    if not text:
+        raise argparse.ArgumentTypeError("'' is no path; name a file or folder")
+    return text
+
+
+# flag: type or choices, default (or a pair: for state, for text), help. These make the run, and its name.
+RUN = {
+    "task": (("state", "text"), "state", "state tracking, or characters"),
+    "transition": ((*Transition.KINDS, "untied"), "blockwise", "untied: own blocks for each recurrent step"),
+    "group": (str, "S3", "for state: Z#, S#, A# or a product such as A4xZ5"),
+    "length": (number(1, 10 ** 6), (8, 64), "elements in a sequence, or characters of context"),
+    "loops": (loop_range, ("8", "4"), "recurrent steps; LOW-HIGH draws a count for each batch"),
+    "dim": (number(2, 10 ** 7), (64, 128), "width of the residual stream"),
+    "heads": (number(1, 10 ** 4), 4, "attention heads"),
+    "layers": (number(1, 100), 1, "blocks inside one recurrent step"),
+    "groups": (number(1, 10 ** 5), 8, "groups of planes"),
+    "inject": (("every", "once"), ("once", "every"), "add the input at every recurrent step, or at the first"),
+    "radius": (number(0.001, 0.999), 0.447, "start of every radius"),
+    "phases": (Transition.PHASES, "log", "start of the phases"),
+    "freeze": (("nothing", "radii", "phases"), "nothing", "what of the transition stays at its start"),
+    "init": (number(0.0, 100), (0.02, 0.0), "standard deviation of the blocks' matrices; 0: torch's own, 0.58 / sqrt(inputs)"),
+    "optimizer": (("muon", "adamw"), ("adamw", "muon"), "for the blocks' matrices; all else takes adamw"),
+    "lr": (number(1e-8, 1000), (0.003, 0.01), "highest learning rate"),
+    "steps": (number(1, 10 ** 9), 2000, "training steps"),
+    "batch": (number(1, 10 ** 6), (64, 12), "sequences in a batch"),
+    "text": (path_name, "", "for text: a UTF-8 file; none: tinyshakespeare"),
+    "seed": (number(0, 2 ** 63 - 1), 0, "for the weights and the batches"),
+}
+OTHER = {
+    "every": (number(1, 10 ** 9), 500, "evaluate and save every that many steps"),
+    "device": (str, "", "cpu, cuda, mps; none: the best there is"),
+    "out": (path_name, "runs", "folder for checkpoints and summaries"),
+    "compile": (None, False, "torch.compile the blocks"),
+    "recompute": (None, False, "save memory: work out a step's activations again going backward"),
+    "resume": (path_name, "", "go on with this checkpoint"),
+    "sample": (path_name, "", "write text with this checkpoint"),
+    "prompt": (str, "", "how that text begins"),
+    "chars": (number(1, 10 ** 9), 500, "characters to write"),
+    "temperature": (number(0.0, 1000), 0.8, "0 takes the likeliest character"),
+    "top_k": (number(0, 10 ** 9), 0, "draw from the likeliest few only; 0: from all"),
+    "compare": (None, False, "train every transition with several seeds, one table"),
+    "seeds": (number(1, 1000), 5, "how many seeds --compare takes"),
+    "bench": (None, False, "measure what a step costs"),
+}
+FLAGS = RUN | OTHER
+TRAINING = {"every", "device", "compile", "recompute"}
+USES = {  # what may be given beside each of the flags that say what to do, and beside none of them
+    "resume": TRAINING,
+    "sample": {"prompt", "chars", "temperature", "top_k", "loops", "seed", "device"},
+    "compare": RUN.keys() - {"transition", "seed"} | TRAINING | {"out", "seeds"},
+    "bench": RUN.keys() | {"device", "compile", "recompute"},
+    "a run": RUN.keys() | TRAINING | {"out"},
+}
+
+
+def spelled(name):
+    return "--" + name.replace("_", "-")
+
+
+def default(name, task):
+    value = FLAGS[name][1]
+    return value[task == "text"] if isinstance(value, tuple) else value
+
+
+def parse(argv):
+    """argv -> options; those not given are filled in by the task. Raises UserError."""
+    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter)
+    for name, (kind, value, text) in FLAGS.items():
+        shown = f"{value[0]}; for text {value[1]}" if isinstance(value, tuple) else value
+        text += f" [{shown}]" if shown else ""
+        if kind is None:
+            p.add_argument(spelled(name), action="store_true", default=None, help=text)
+        elif isinstance(kind, tuple):
+            p.add_argument(spelled(name), choices=kind, help=text)
+        else:
+            p.add_argument(spelled(name), type=kind, help=text)
+
+    def error(message):
+        raise UserError(message)
+    p.error = error
+    o, unknown = p.parse_known_args(argv)
+    if unknown:
+        near = difflib.get_close_matches(unknown[0].split("=")[0], map(spelled, FLAGS), 1)
+        raise UserError(f"{unknown[0]} is not a flag here; " + (f"did you mean {near[0]}?" if near else "see --help"))
+    o.given = {name for name in FLAGS if getattr(o, name) is not None}
+    o.task = o.task or "state"
+    o.mode = next((mode for mode in USES if mode in o.given), "a run")
+    useless = o.given - USES[o.mode] - {o.mode} | o.given & {"text" if o.task == "state" else "group"}
+    if useless:
+        beside = {"resume": "--resume, which takes the run's flags from the checkpoint", "a run": f"--task {o.task} alone"}
+        raise UserError(f"{spelled(min(useless))} has no use with {beside.get(o.mode, '--' + o.mode)}; leave it out")
+    for name in FLAGS.keys() - o.given:
+        setattr(o, name, default(name, o.task))
+    return o
+
+
+def run_flags(o):
+    return {name: getattr(o, name) for name in RUN}
 
 
 def main(argv):
