@@ -21,13 +21,12 @@ import torch
 
 
 class WordProblem:
-    """Given g1 .. gT from a finite group, predict every prefix product g1, g1 g2, ... : state tracking.
+    """State tracking: given g1 .. gT from a finite group, predict every prefix product g1, g1 g2, ..
 
     group:  Z# (cyclic, # elements), S# (all permutations of # points), A# (the even ones), or a product, as A4xZ5
     length: T
-
-    Element 0 is the identity, permutations are in lexicographic order, and (a, b) of a product is a |B| + b.
-    table[a, b] is a then b: for permutations, point i goes to b[a[i]].
+    table:  [a, b] is a then b: for permutations, point i goes to b[a[i]]. Element 0 is the identity, permutations are
+            in lexicographic order, and (a, b) of a product is a |B| + b.
 
     A token of its own, numbered after the elements, begins every sequence; the target there is the empty product, 0.
     Without it, rotary positions being relative, a prefix of one token repeated looks the same at every length.
@@ -40,18 +39,15 @@ class WordProblem:
         if length < 1:
             raise ValueError(f"length is {length}; it must be at least 1")
         order, table = 1, np.zeros((1, 1), dtype=np.int64)
-        factors = [(f[0], int(f[1:])) for f in re.split("_?x_?", group)]
-        for kind, n in factors:
-            size = n if kind == "Z" else math.factorial(min(n, 20)) // (2 if kind == "A" and n > 1 else 1)
+        for kind, n in re.findall("([ZSA])([0-9]+)", group):
+            size = int(n) if kind == "Z" else math.factorial(min(int(n), 20)) // (2 if kind == "A" and int(n) > 1 else 1)
             if size < 2:
                 raise ValueError(f"group {group}: {kind}{n} has no element beside the identity; take Z2, S2 or A3 up")
             order *= size
-        if order > self.MAX_ORDER:
-            raise ValueError(f"group {group} has more than {self.MAX_ORDER} elements; the largest are S6, A7, Z2520")
-        for kind, n in factors:
-            factor = multiplication_table(kind, n)
-            table = table[:, None, :, None] * len(factor) + factor[None, :, None, :]
-            table = table.reshape(2 * [table.shape[0] * table.shape[1]])
+            if order > self.MAX_ORDER:
+                raise ValueError(f"group {group} has more than {self.MAX_ORDER} elements; the largest are S6, A7, Z2520")
+            factor = multiplication_table(kind, int(n))
+            table = (table[:, None, :, None] * size + factor[None, :, None, :]).reshape(order, order)
         self.table, self.order, self.vocab_size = torch.from_numpy(table), order, order + 1
         self.length, self.digest = length, group
 
@@ -92,7 +88,7 @@ class Text:
         if chars is not None:
             self.chars = chars
             return
-        raw, name = (tinyshakespeare(self.URL, self.SHA256), "text") if path is None else (Path(path).read_bytes(), path)
+        raw, name = (Path(path).read_bytes(), path) if path else (tinyshakespeare(self.URL, self.SHA256), "text")
         try:
             text = raw.decode("utf-8-sig")
         except UnicodeDecodeError as e:
