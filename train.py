@@ -19,6 +19,7 @@ import json
 import math
 import multiprocessing
 import os
+import pickle
 import re
 import shlex
 import signal
@@ -160,10 +161,10 @@ def pick_device(name):
     name = name or ("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
     try:
         if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", name):
-            raise ValueError("there are cpu, cuda, cuda:# and mps.")
+            raise ValueError("there are cpu, cuda, cuda:# and mps")
         torch.zeros(1, device=name)
     except Exception as e:
-        raise UserError(f"--device {name} cannot be used here: {first_line(e)} --device cpu always can") from None
+        raise UserError(f"--device {name} cannot be used here ({first_line(e)}); --device cpu always can") from None
     if not name.startswith("cuda"):
         return name, contextlib.nullcontext
     torch.cuda.set_device(torch.device(name))
@@ -206,7 +207,7 @@ def build(o, device, autocast, state=None):
     optimizers, generator = make_optimizers(model.to(device), o), torch.Generator().manual_seed(o.seed)
     if state:
         if state["digest"] != task.digest:
-            raise UserError(f"{o.text or 'the text'} is not the text that this checkpoint was trained on")
+            raise UserError(f"{o.text or 'the task'} is not what this checkpoint was trained on")
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"]):
             optimizer.load_state_dict(optimizer.state_dict() | {"state": saved})
@@ -339,15 +340,16 @@ def load(path):
         if not Path(path).is_file():
             raise FileNotFoundError("there is no such file")
         with zipfile.ZipFile(path) as file:
-            check(not file.testzip(), "it is damaged")
+            check(not file.testzip(), "checksum")
         state = torch.load(path, map_location="cpu", weights_only=True)
         run = argparse.Namespace(**{name: valid(name, state["run"][name]) for name in RUN})
         vocabulary, chars = state["vocab_size"], state["chars"]
-        check(type(vocabulary) is int and 0 < vocabulary < 2 ** 21 and isinstance(state["digest"], str), "vocab_size")
-        check(chars == "".join(sorted(set(chars))) and len(chars) == (vocabulary if run.task == "text" else 0), "chars")
+        check(type(vocabulary) is int and 0 < vocabulary < 2 ** 21, "vocabulary")
+        check(isinstance(state["digest"], str), "digest")
+        check(chars == "".join(sorted(set(chars))) and len(chars) == (vocabulary if run.task == "text" else 0), "characters")
         check(type(state["step"]) is int and 0 <= state["step"] <= run.steps and 0 <= state["seconds"] < 1e12, "step")
         stacks = loop_bounds(run)[1] if run.transition == "untied" else 1
-        check(sum("norm1" in name for name in state["model"]) == stacks * run.layers, "blocks")  # before they are made
+        check(sum("norm1" in name for name in state["model"]) == stacks * run.layers, "number of blocks")  # before they are made
         with torch.device("meta"):  # shapes alone; the weights are the file's
             model = make_model(run, vocabulary)
         check(all(usable(x, model.state_dict()[name].shape) for name, x in state["model"].items()), "weights")
@@ -357,28 +359,28 @@ def load(path):
             keys = {"momentum"} if isinstance(optimizer, Muon) else {"step", "exp_avg", "exp_avg_sq"}
             for i, held in saved.items():
                 check(held.keys() == keys and all(usable(held[k], () if k == "step" else parameters[i].shape) for k in keys),
-                      "optimizers")
+                      "optimiser")
         for name in "generator", "rng":
             torch.Generator().set_state(state[name])
     except OSError as e:
         raise UserError(f"cannot read {path}: {e.strerror or e}") from None
-    except zipfile.BadZipFile:
-        raise UserError(f"{path} is not a checkpoint of this program, or not a whole one") from None
+    except (zipfile.BadZipFile, pickle.UnpicklingError):
+        raise UserError(f"{path} is not a checkpoint of this program, or not a whole one; nothing in it was run") from None
     except Exception as e:  # a hostile file can raise anything
-        raise UserError(f"{path} is not a checkpoint of this program, or was changed ({type(e).__name__}: {first_line(e)})") from None
+        raise UserError(f"{path} is not a checkpoint of this program, or was changed ({first_line(e)})") from None
     return state, run, model
 
 
 def check(good, what):
     if not good:
-        raise ValueError(what)
+        raise ValueError(f"its {what} cannot be right")
 
 
 def valid(name, value):
     """The value of a flag, from a file; or an exception."""
     kind = RUN[name][0]
     good = value in kind if isinstance(kind, tuple) else name == "text" and value == "" or kind(str(value)) == value
-    check(good and isinstance(value, (str, int, float)), f"{name} is {value!r}")
+    check(good and isinstance(value, (str, int, float)), f"{name}, {value!r},")
     return value
 
 
@@ -729,7 +731,7 @@ def main(argv):
     except KeyboardInterrupt:
         return 130
     except (UserError, OSError) as e:
-        message = str(e)
+        message = f"cannot use {e.filename}: {e.strerror}" if getattr(e, "filename", None) else str(e)
         if not isinstance(e, UserError):  # perhaps nobody reads on, as in | head: then Python's last flush goes nowhere
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if isinstance(e, BrokenPipeError):
@@ -737,7 +739,7 @@ def main(argv):
     except (RuntimeError, MemoryError) as e:
         if not re.search("allocate memory|out of memory|bad_alloc|overflow|^$", str(e)):
             raise
-        message = f"more memory than there is; take a smaller --dim, --batch, --length or --loops ({first_line(e)})"
+        message = "more memory than there is; take a smaller --dim, --batch, --length or --loops"
     print(f"train.py: {message}", file=sys.stderr)
     return 2
 
