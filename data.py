@@ -88,19 +88,21 @@ class Text:
         if chars is not None:
             self.chars = chars
             return
+        if path and not Path(path).is_file():
+            raise ValueError(f"there is no file {path}, seen from {Path.cwd()}")
         raw, name = (Path(path).read_bytes(), path) if path else (tinyshakespeare(self.URL, self.SHA256), "text")
         try:
             text = raw.decode("utf-8-sig")
         except UnicodeDecodeError as e:
             raise ValueError(f"{name} is not UTF-8: byte {raw[e.start]:#04x} at offset {e.start}; "
                              "convert it, as with iconv -t utf-8") from None
+        if not text:
+            raise ValueError(f"{name} is empty; give a file with some text in it")
         if raw.startswith(b"\xef\xbb\xbf"):
             print(f"{name}: left out the byte-order mark", file=sys.stderr)
         if "\r\n" in text:
             text = text.replace("\r\n", "\n")
             print(f"{name}: read the line ends CR LF as LF", file=sys.stderr)
-        if not text:
-            raise ValueError(f"{name} is empty; give a file with some text in it")
         points, ids = np.unique(code_points(text), return_inverse=True)
         self.chars, self.vocab_size = "".join(map(chr, points)), len(points)
         self.digest = hashlib.sha256(text.encode()).hexdigest()
@@ -137,9 +139,9 @@ def code_points(text):
 
 @functools.cache  # a benchmark asks for it again and again
 def tinyshakespeare(url, sha256):
-    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "looped", "tinyshakespeare.txt")
     intact = lambda raw: hashlib.sha256(raw).hexdigest() == sha256
     try:
+        path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "looped", "tinyshakespeare.txt")
         if path.exists() and intact(raw := path.read_bytes()):
             return raw
         with urllib.request.urlopen(url, timeout=20) as reply:
@@ -152,7 +154,7 @@ def tinyshakespeare(url, sha256):
             partial.write_bytes(raw)
             partial.replace(path)
         return raw
-    except (OSError, HTTPException) as e:
+    except (OSError, HTTPException, RuntimeError) as e:  # the last: nobody's home
         from pydoc_data.topics import topics
         print(f"no tinyshakespeare: {e or type(e).__name__}. Taking Python's own manual instead, on which losses are not "
               "comparable; --text FILE takes any text", file=sys.stderr)

@@ -95,9 +95,9 @@ class Transition(nn.Module):
         for name, value, known in ("transition", kind, self.KINDS), ("phases", phases, self.PHASES):
             if value not in known:
                 raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
-        if dim < 2 or dim % 2:
+        if not isinstance(dim, int) or dim < 2 or dim % 2:
             raise ValueError(f"dim is {dim}; it must be even and at least 2")
-        if groups < 1 or dim // 2 % groups:
+        if not isinstance(groups, int) or groups < 1 or dim // 2 % groups:
             raise ValueError(f"groups is {groups}; it must divide dim / 2, which is {dim // 2}")
         if not 0.001 <= radius <= 0.999:
             raise ValueError(f"radius is {radius}; it must lie between 0.001 and 0.999")
@@ -120,8 +120,9 @@ class Transition(nn.Module):
 
     def forward(self, h, steps=1):
         """A^steps h in closed form. h: (..., d) -> (..., d); steps: an integer >= 0."""
-        if h.shape[-1] != self.dim or steps < 0 or steps % 1:
-            raise ValueError(f"h is {tuple(h.shape)} and steps {steps}; h must be (..., {self.dim}), steps 0, 1, 2, ..")
+        if h.shape[-1:] != (self.dim,) or not h.is_floating_point() or steps < 0 or steps % 1:
+            raise ValueError(f"h is {tuple(h.shape)} {h.dtype} and steps {steps}; h must be (..., {self.dim}) and floating, "
+                             "steps 0, 1, 2, ..")
         return self.power(steps)(h)
 
     def power(self, steps=1):
@@ -173,6 +174,8 @@ class Block(nn.Module):
 
     def __init__(self, dim, heads):
         super().__init__()
+        if heads < 1 or dim % (2 * heads):
+            raise ValueError(f"dim is {dim} and heads is {heads}; dim must be a multiple of 2 x heads")
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(dim, bias=False), nn.LayerNorm(dim, bias=False)
         self.qkv, self.out = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
@@ -268,8 +271,8 @@ class LoopedTransformer(nn.Module):
         Past config.context attention slides: each position looks back on that many, exactly as in forward.
         """
         c, T = self.config, tokens.shape[1]
-        if T < 1:
-            raise ValueError("tokens is empty; begin with at least one")
+        if T < 1 or n < 0 or not 0 <= temperature < math.inf:
+            raise ValueError(f"{T} tokens, n {n}, temperature {temperature}; take at least 1 token, and n, temperature >= 0")
         window = min(c.context or T + n, T + n)
         caches = [Cache(window) for _ in range((loops or c.loops) * c.layers)]
         logits = self(tokens[:, :window], loops, caches)
@@ -298,6 +301,8 @@ class LoopedTransformer(nn.Module):
 @torch.no_grad()
 def writes(transition, write, steps):
     """(d,) -> (steps, d): the directions of w, A w, A^2 w, ...; made length 1 at each step, so that none vanishes."""
+    if steps < 1 or not 0 < write.abs().max() < math.inf:
+        raise ValueError(f"steps is {steps} and the write's largest part {write.abs().max()}; both must be above 0")
     A, h, directions = transition.power(1), write, []
     for _ in range(steps):
         h = h / h.abs().max()  # so that the norm's squares cannot vanish
@@ -376,7 +381,7 @@ def show(named, colour=False):
 
 def main(argv):
     """Draws an example of each kind; or, with a checkpoint, its transition at the start and as learned."""
-    sys.stdout = sys.stdout or open(os.devnull, "w")
+    sys.stdout, sys.stderr = (x or open(os.devnull, "w") for x in (sys.stdout, sys.stderr))
     sys.stdout.reconfigure(errors="replace")
     named = [(kind, example(kind)) for kind in Transition.KINDS[:4]]
     if len(argv) > 1:

@@ -263,12 +263,21 @@ def test_recompute_changes_nothing():
 
 def test_transition_says_what_does_not_fit():
     t = Transition(16)
-    for h, steps in (torch.zeros(3, 2), 1), (torch.zeros(16), -1), (torch.zeros(16), 1.5):
+    for h, steps in (torch.zeros(3, 2), 1), (torch.zeros(16, dtype=torch.int64), 1), (torch.tensor(1.0), 1), (torch.zeros(16), -1), (torch.zeros(16), 1.5):
         with pytest.raises(ValueError, match="steps 0, 1, 2"):
             t(h, steps=steps)
-    with pytest.raises(ValueError, match="empty"):
+    with pytest.raises(ValueError, match="0 tokens"):
         small().generate(torch.zeros(1, 0, dtype=torch.int64), 3)
     assert small()(torch.zeros(0, 4, dtype=torch.int64)).shape == (0, 4, 11)
+
+
+    for temperature in -1.0, math.nan, math.inf:
+        with pytest.raises(ValueError, match="temperature"):
+            small().generate(torch.zeros(1, 1, dtype=torch.int64), 3, temperature=temperature)
+    with pytest.raises(ValueError, match="above 0"):
+        gram(t, torch.zeros(16), 3)
+    with pytest.raises(ValueError, match="heads is 2"):
+        Block(6, 2)
 
 
 def test_transition_takes_any_piece_of_a_tensor():
@@ -516,7 +525,7 @@ def test_interrupt_saves_and_says_how_to_go_on(tmp_path):
     p.send_signal(signal.SIGINT)
     out = p.communicate()[0]
     assert p.returncode == 130 and "\r" not in out
-    step, file = re.search(r"stopped after step (\d+); python train.py --resume (\S+) goes on", out).groups()
+    step, file = re.search(r"stopped after step (\d+); python train.py --resume=(\S+) goes on", out).groups()
     assert torch.load(file, weights_only=True)["step"] == int(step)
 
 
@@ -610,8 +619,9 @@ BAD = [  # arguments, and what the one line must name
     ("--sample={text} --prompt=Zebra", "'Z'"), ("--sample={text} --chars=0", "'0'"),
     ("--sample={text} --temperature=-1", "'-1'"), ("--sample={text} --top-k=-1", "'-1'"),
     ("--sample={text} --loops=0", "'0'"), ("--compare --transition=complex", "--transition"), ("--compare --seeds=99999999999", "99999999999"),
-    ("--resume=", "--resume"), ("--out=", "--out"), ("--prompt=x", "--prompt"), ("--text={dir}/text.txt", "--text"),
-    ("--task=text --group=../../x", "--group"), ("--sample={text} --bench", "--bench"), ("--compare --top-k=3", "--top-k"),
+    ("--resume=", "--resume"), ("--out=", "--out"), ("--prompt=x", "--prompt"), ("--text={dir}/text.txt", "--task text"),
+    ("--task=text --group=../../x", "--task state"), ("--loops=--", "--loops"), ("--prompt=-- --sample={text}", "--prompt"),
+    ("--task=text --text=/dev/zero", "/dev/zero"), ("--resume=a\nb", "a\\nb"), ("--out=/proc/a\x1bb", "a\\x1bb"), ("--sample={text} --bench", "--bench"), ("--compare --top-k=3", "--top-k"),
     ("--loops=1000000-9223372036854775807", "10000"), ("--layers=1000000000", "100"), ("--init=1e18", "100"),
     ("--lr=1e30", "1000"), ("--resume=/dev/zero", "/dev/zero"),
     ("--out={dir}/text.txt", "text.txt"), ("--out=/proc/none", "/proc/none"), ("--out=" + "a" * 300, "too long"),
@@ -620,7 +630,7 @@ BAD = [  # arguments, and what the one line must name
 
 @pytest.mark.parametrize("line,named", BAD)
 def test_bad_input_gets_one_line(line, named, made, capsys):
-    argv = [a.format(**made) for a in ([line] if "S3 x" in line else line.split())]
+    argv = [a.format(**made) for a in ([line] if "S3 x" in line or "\n" in line else line.split())]
     if not any(a.startswith(("--out", "--resume", "--sample")) for a in argv):
         argv.append(f"--out={made['dir']}/never")
     argv += ["--steps=2"] * ("--out=" in line)
@@ -637,10 +647,10 @@ def tampered():
     yield from [(("run", name), value) for name, value in {
         "task": "text", "layers": 10 ** 9, "loops": "9-3", "lr": math.nan, "dim": "16", "group": "Q8", "seed": True,
         "transition": ["untied"], "groups": 3, "freeze": torch.zeros(2), "batch": 0}.items()]
-    yield from [(("step",), -1), (("step",), 3), (("step",), "2"), (("seconds",), math.inf), (("seconds",), None),
+    yield from [(("step",), -1), (("step",), 3), (("step",), "2"), (("seconds",), math.inf), (("seconds",), None), (("seconds",), torch.tensor(1.0)),
                 (("vocab_size",), 2 ** 40), (("vocab_size",), 8), (("chars",), "ab"), (("digest",), 5), (("digest",), "S4"),
                 (("generator",), torch.zeros(3, dtype=torch.uint8)), (("rng",), "x"), (("optimizers",), []),
-                ((*first, "exp_avg"), torch.zeros(3)), ((*first, "step"), torch.tensor(math.nan)), (first, {}), (first, 7)]
+                ((*first, "exp_avg"), torch.zeros(3)), ((*first, "exp_avg"), torch.zeros(1, 1).expand(7, 16)), ((*first, "step"), torch.tensor(math.nan)), (first, {}), (first, 7)]
     yield from [(head, x) for x in (
         torch.full((7, 16), math.nan), torch.zeros(7, 16, dtype=torch.complex64), torch.zeros(7, 16).to_sparse(),
         torch.zeros(7, 16, dtype=torch.float64), torch.zeros(7, 16, device="meta"), torch.zeros(7, 16, 1), "none")]
@@ -741,7 +751,7 @@ def test_sampling(made, capsys):
 
 
 def test_an_interrupted_comparison_goes_on(tmp_path, capsys):
-    flags = ["--compare", *TINY, "--steps=30", "--seeds=1", "--out", tmp_path]
+    flags = ["--compare", *TINY, "--steps=200", "--seeds=1", "--out", tmp_path]
     p = spawn(*flags, start_new_session=True)
     while len(list(tmp_path.glob("*.json"))) < 2:
         time.sleep(0.01)
@@ -749,15 +759,18 @@ def test_an_interrupted_comparison_goes_on(tmp_path, capsys):
     out = p.communicate()[0]
     assert p.returncode == 130 and "interrupted; the same command goes on" in out and "Traceback" not in out, out
     there = {f: f.stat().st_mtime_ns for f in tmp_path.glob("*.json")}
+    assert len(there) < 6
     assert run(*flags) == 0 and len(list(tmp_path.glob("*.json"))) == 6 and not list(tmp_path.glob("*.partial"))
     assert all(f.stat().st_mtime_ns == time for f, time in there.items())
     out = capsys.readouterr().out
     assert all(kind in out for kind in (*KINDS, "untied")) and "sequence" in out
-    one = train.parse([*TINY, "--steps=30", "--out", str(tmp_path)])
-    for text in "{", "[]", "{}":
-        train.summary_path(train.checkpoint_path(one)).write_text(text)
+    one = train.parse([*TINY, "--steps=200", "--out", str(tmp_path)])
+    file = train.summary_path(train.checkpoint_path(one))
+    odd = [re.sub('"token": [^,]+', f'"token": {x}', file.read_text()) for x in ("Infinity", '"x"', "[]")]
+    for text in "{", "[]", "{}", *odd:
+        file.write_text(text)
         with pytest.raises(train.UserError, match="is broken"):
-            train.run_one(one)
+            train.run_one(one, "S3")
 
 
 def test_interval():

@@ -25,6 +25,7 @@ import shlex
 import signal
 import statistics
 import sys
+import threading
 import time
 import warnings
 import zipfile
@@ -42,6 +43,9 @@ from looped import Config, LoopedTransformer, Transition
 
 class UserError(Exception):
     """Something the user can mend: main() prints it in one line and exits with 2."""
+
+    def __str__(self):  # one line whatever the user's words were, and nothing in it that a terminal obeys
+        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in super().__str__())
 
 
 def train(o, state=None):
@@ -79,7 +83,7 @@ def train(o, state=None):
             save(path, o, task, step + 1, seconds + time.monotonic() - began, model, optimizers, generator)
             if stop:
                 bar.close()
-                print(f"stopped after step {step + 1}; python train.py --resume {shlex.quote(str(path))} goes on")
+                print(f"stopped after step {step + 1}; python train.py --resume={shlex.quote(str(path))} goes on")
                 return 130
             metrics = evaluate(model, task, o, device, quick=True)
             bar.write(f"step {step + 1}: loss {loss.item():.3f}, lr {lr:.1e}, "
@@ -180,6 +184,15 @@ def loop_bounds(o):
     return int(low), int(high or low)
 
 
+def make_task(o):
+    if o.task == "state":
+        return WordProblem(o.group, o.length)
+    task = Text(o.text or None)
+    for split in task.splits:
+        task.batch(split, 1, o.length)  # which complains, now, if the text is too short
+    return task
+
+
 def make_model(o, vocab_size):
     context = o.length if o.task == "text" else 0
     model = LoopedTransformer(Config(vocab_size, o.dim, o.heads, o.layers, loop_bounds(o)[1], o.transition, o.groups,
@@ -192,10 +205,7 @@ def make_model(o, vocab_size):
 def build(o, device, autocast, state=None):
     """Options, and maybe a checkpoint's state -> task, model, optimizers, generator, draw() -> tokens, targets."""
     try:
-        task = WordProblem(o.group, o.length) if o.task == "state" else Text(o.text or None)
-        if o.task == "text":
-            for split in task.splits:
-                task.batch(split, 1, o.length)  # which complains, now, if the text is too short
+        task = make_task(o)
         torch.manual_seed(o.seed)  # a transition draws nothing from it, so all kinds start from the same blocks
         model = make_model(o, task.vocab_size)
     except ValueError as e:
@@ -288,8 +298,8 @@ def report(o, task, model, path, device, seconds):
                "digest": task.digest, "seconds": round(seconds), "device": device, "threads": torch.get_num_threads(),
                "torch": torch.__version__}
     write(summary_path(path), (json.dumps(summary) + "\n").encode())
-    following = "train.py --sample" if o.task == "text" else "looped.py"
-    print(f"{seconds:.0f} s; summary in\n{summary_path(path)}\nnext: python {following} \\\n{shlex.quote(str(path))}")
+    following = "train.py \\\n--sample=" if o.task == "text" else "looped.py \\\n"
+    print(f"{seconds:.0f} s; summary in\n{summary_path(path)}\nnext: python {following}{shlex.quote(str(path))}")
 
 
 # ---- Checkpoints
@@ -311,7 +321,7 @@ def summary_path(checkpoint):
 
 def write(path, data):
     """Beside the file, then moved over it: at every moment the file on disk is a whole one."""
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(partial, "wb") as f:
@@ -340,14 +350,15 @@ def load(path):
         if not Path(path).is_file():
             raise FileNotFoundError("there is no such file")
         with zipfile.ZipFile(path) as file:
-            check(not file.testzip(), "checksum")
+            check(not any(member.compress_type for member in file.infolist()) and not file.testzip(), "checksum")
         state = torch.load(path, map_location="cpu", weights_only=True)
         run = argparse.Namespace(**{name: valid(name, state["run"][name]) for name in RUN})
         vocabulary, chars = state["vocab_size"], state["chars"]
         check(type(vocabulary) is int and 0 < vocabulary < 2 ** 21, "vocabulary")
         check(isinstance(state["digest"], str), "digest")
         check(chars == "".join(sorted(set(chars))) and len(chars) == (vocabulary if run.task == "text" else 0), "characters")
-        check(type(state["step"]) is int and 0 <= state["step"] <= run.steps and 0 <= state["seconds"] < 1e12, "step")
+        check(type(state["step"]) is int and 0 <= state["step"] <= run.steps, "step")
+        check(type(state["seconds"]) in (int, float) and 0 <= state["seconds"] < 1e12, "time")
         stacks = loop_bounds(run)[1] if run.transition == "untied" else 1
         check(sum("norm1" in name for name in state["model"]) == stacks * run.layers, "number of blocks")  # before they are made
         with torch.device("meta"):  # shapes alone; the weights are the file's
@@ -385,7 +396,8 @@ def valid(name, value):
 
 
 def usable(x, shape):
-    return x.shape == shape and x.dtype == torch.float32 and x.layout == torch.strided and bool(x.isfinite().all())
+    plain = type(x) is torch.Tensor and x.dtype == torch.float32 and x.layout == torch.strided
+    return plain and x.shape == shape and x.is_contiguous() and bool(x.isfinite().all())
 
 
 def resume(o):
@@ -430,20 +442,35 @@ def sample(o):
 
 # ---- The comparison
 
-def run_one(o):
-    """In a process of its own: the summary of a run; the run itself if that is not there yet, or only half done."""
+INTERRUPTED = []  # in a worker: one multiprocessing.Event
+
+
+def start_worker(threads, interrupted):
+    torch.set_num_threads(threads)
+    INTERRUPTED.append(interrupted)
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # if it is killed, so are we
+
+
+def run_one(o, digest):
+    """In a worker: the metrics of a run; and the run itself, if it is not there yet, or only half done."""
     path = summary_path(checkpoint_path(o))
+    if INTERRUPTED and INTERRUPTED[0].is_set():
+        raise UserError("interrupted")
     if not path.exists():
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
             if start(o):
                 raise UserError("interrupted; the same command goes on")
     try:
         summary = json.loads(path.read_text())
-        if summary["run"] == run_flags(o):
-            return {name: summary[name] for name in ("digest", *main_metrics(o))}
+        metrics = {name: summary[name] for name in main_metrics(o)}
+        if not all(x is None or type(x) is float and math.isfinite(x) for x in metrics.values()):
+            raise ValueError
+        if summary["run"] == run_flags(o) and summary["digest"] == digest:
+            return metrics
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{path} is broken; delete it, and the run is reported again") from None
-    raise UserError(f"{path} is of a run with other flags; give another --out, or move it away")
+    raise UserError(f"{path} is of a run with other flags or another text; give another --out, or move it away")
 
 
 def compare(o):
@@ -451,10 +478,16 @@ def compare(o):
     kinds, results = RUN["transition"][0], {}
     runs = [argparse.Namespace(**vars(o) | {"transition": kind, "seed": seed}) for seed in range(o.seeds) for kind in kinds]
     workers = os.cpu_count() if pick_device(o.device)[0] == "cpu" else 1
+    try:
+        digest = make_task(o).digest
+    except ValueError as e:
+        raise UserError(e) from None
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, spawn, torch.set_num_threads, (max(1, os.cpu_count() // workers),)) as pool:
+    interrupted = spawn.Event()
+    threads = max(1, os.cpu_count() // workers)
+    with ProcessPoolExecutor(workers, spawn, start_worker, (threads, interrupted)) as pool:
         interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the workers inherit this, and stop where train() says
-        summaries = pool.map(run_one, runs)
+        summaries = pool.map(run_one, runs, [digest] * len(runs))
         signal.signal(signal.SIGINT, interrupt)
         try:
             for run, summary in zip(runs, summaries):
@@ -463,12 +496,11 @@ def compare(o):
         except BrokenProcessPool:
             raise UserError("a run was killed, perhaps for want of memory; the same command goes on") from None
         except KeyboardInterrupt:
+            interrupted.set()
             print("interrupted; the same command goes on")
             raise
         finally:
             pool.shutdown(cancel_futures=True)
-    if len({summary["digest"] for summary in results.values()}) > 1:
-        raise UserError("these runs had different texts (no network for some of them?); give one with --text")
     for name in main_metrics(o):
         print(f"\n{name:17} mean     std   95 % interval       n   minus diagonal, seed by seed")
         for kind in kinds:
@@ -703,14 +735,19 @@ def parse(argv):
     o, unknown = p.parse_known_args(argv)
     if unknown:
         near = difflib.get_close_matches(unknown[0].split("=")[0], map(spelled, FLAGS), 1)
-        raise UserError(f"{unknown[0]} is not a flag here; " + (f"did you mean {near[0]}?" if near else "see --help"))
+        raise UserError(f"{unknown[0]!r} is not a flag here; " + (f"did you mean {near[0]}?" if near else "see --help"))
     o.given = {name for name in FLAGS if getattr(o, name) is not None}
+    if odd := [name for name in o.given if isinstance(getattr(o, name), list)]:  # what argparse makes of --flag=--
+        raise UserError(f"{spelled(odd[0])}: '--' is not a value")
     o.task = o.task or "state"
     o.mode = next((mode for mode in USES if mode in o.given), "a run")
-    useless = o.given - USES[o.mode] - {o.mode} | o.given & {"text" if o.task == "state" else "group"}
+    useless = o.given - USES[o.mode] - {o.mode}
     if useless:
         beside = {"resume": "--resume, which takes the run's flags from the checkpoint", "a run": f"--task {o.task} alone"}
         raise UserError(f"{spelled(min(useless))} has no use with {beside.get(o.mode, '--' + o.mode)}; leave it out")
+    for name, task in ("text", "text"), ("group", "state"):
+        if name in o.given and o.task != task:
+            raise UserError(f"{spelled(name)} is for --task {task}; leave it out, or add that")
     for name in FLAGS.keys() - o.given:
         setattr(o, name, default(name, o.task))
     return o
@@ -721,7 +758,7 @@ def run_flags(o):
 
 
 def main(argv):
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # none, if whoever called closed it
+    sys.stdout, sys.stderr = (x or open(os.devnull, "w") for x in (sys.stdout, sys.stderr))  # none, where it is closed
     sys.stdout.reconfigure(errors="replace")
     try:
         o = parse(argv)
@@ -740,7 +777,7 @@ def main(argv):
         if not re.search("allocate memory|out of memory|bad_alloc|overflow|^$", str(e)):
             raise
         message = "more memory than there is; take a smaller --dim, --batch, --length or --loops"
-    print(f"train.py: {message}", file=sys.stderr)
+    print(f"train.py: {UserError(message)}", file=sys.stderr)
     return 2
 
 
