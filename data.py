@@ -40,13 +40,14 @@ class WordProblem:
             raise ValueError(f"length is {length}; it must be at least 1")
         order, table = 1, np.zeros((1, 1), dtype=np.int64)
         for kind, n in re.findall("([ZSA])([0-9]+)", group):
-            size = int(n) if kind == "Z" else math.factorial(min(int(n), 20)) // (2 if kind == "A" and int(n) > 1 else 1)
+            n = int(n)
+            size = n if kind == "Z" else math.factorial(min(n, 20)) // (2 if kind == "A" and n > 1 else 1)
             if size < 2:
                 raise ValueError(f"group {group}: {kind}{n} has no element beside the identity; take Z2, S2 or A3 up")
             order *= size
             if order > self.MAX_ORDER:
-                raise ValueError(f"group {group} has more than {self.MAX_ORDER} elements; the largest are S6, A7, Z2520")
-            factor = multiplication_table(kind, int(n))
+                raise ValueError(f"group {group} has over {self.MAX_ORDER} elements; the largest are S6, A7, Z2520")
+            factor = multiplication_table(kind, n)
             table = (table[:, None, :, None] * size + factor[None, :, None, :]).reshape(order, order)
         self.table, self.order, self.vocab_size = torch.from_numpy(table), order, order + 1
         self.length, self.digest = length, group

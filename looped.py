@@ -10,17 +10,20 @@ parameters. Between two steps a linear *transition* A acts on the residual strea
         h = block(h)         # the same weights every step
     logits = head(norm(h))
 
-A *write* is a vector w that e or a block adds to h; made at step s it reaches step t as A^(t-s) w. Whether the block
-can still read it there, and can tell how old it is, is a question about the geometry of A. A map is *conformal* if it
-keeps all angles: a rotation times one scale. Read in order: Config; Transition, the subject; Block, an ordinary
-transformer block; LoopedTransformer, the loop above; then two ways to look at A, and pictures of it.
+A *write* is a vector w that e or a block adds to h; made at step s, the residual stream carries it to step t as
+A^(t-s) w. Whether the block can still read it there, and can tell how old it is, depends on the geometry of A. A map is
+*conformal* if it keeps all angles: a rotation times one scale. The rotations here turn fixed planes, each of two
+neighbouring coordinates. Read in order: Config; Transition, the subject; Block, an ordinary transformer block;
+LoopedTransformer, the loop above; then two ways to look at A, and pictures of it.
 
     B, T     sequences in a batch, positions in a sequence
     d        width of the residual stream (dim); plane j is the pair of coordinates (2j, 2j+1)
     G        number of groups; a group is a run of d/2/G neighbouring planes
     e, h     (B, T, d)  embedded input; residual stream
-    A        (d, d)     transition, not formed but to check: multiplying by its eigenvalues is enough
-    r_g      (G,)       radius of group g, in (0, 1): what a write keeps of its length in one step
+    N        recurrent steps (loops)
+    A        (d, d)     transition, formed only to check: multiplying by its eigenvalues is enough
+    r_g      (G,)       radius of group g, in (0, 1): what a write keeps of its length in one step (blockwise; see the
+                        table in Transition for the other kinds)
     theta_j  (d/2,)     phase of plane j, in radians: how far a write turns in one step
 
 Sources: the transitions follow a paper on blockwise conformal transitions of which only the abstract and three
@@ -41,19 +44,19 @@ import torch.utils.checkpoint
 
 @dataclass
 class Config:
-    """The shape of a model. Raises ValueError, in one line, for a bad value, even of a field this kind has no use for."""
+    """The shape of a model. Raises ValueError, in one line, for a bad value, even of a field this kind does not use."""
     vocab_size: int
     dim: int = 64                  # d
     heads: int = 4                 # attention heads, each of an even size, as rotary positions turn pairs
     layers: int = 1                # blocks inside one recurrent step
-    loops: int = 8                 # N, for a call that names no other count
-    transition: str = "blockwise"  # one of Transition.KINDS; or "untied": A = I and each of the N steps has own blocks,
-                                   # the control without a loop (asked for more steps, it begins again at the first)
+    loops: int = 8                 # N, unless a call gives another
+    transition: str = "blockwise"  # one of Transition.KINDS; or "untied", the control without a loop: A = I and each of
+                                   # the N steps has its own blocks (asked for more steps, it begins again at the first)
     groups: int = 8                # G
     inject: str = "every"          # add e at "every" step, or "once", at the first
     radius: float = 0.447          # where every radius starts
     phases: str = "log"            # where the phases start, one of Transition.PHASES
-    context: int = 0               # how many positions attention looks back on, its own included; 0: all
+    context: int = 0               # attention window, in positions, the current one included; 0: no limit
 
     def __post_init__(self):
         for name in "vocab_size", "dim", "heads", "layers", "loops", "context":
@@ -62,8 +65,9 @@ class Config:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}")
         if self.dim % (2 * self.heads):
             raise ValueError(f"dim is {self.dim} and heads is {self.heads}; dim must be a multiple of 2 x heads")
-        if self.inject not in ("every", "once"):
-            raise ValueError(f"inject is {self.inject!r}; it must be 'every' or 'once'")
+        for name, known in ("inject", ("every", "once")), ("transition", (*Transition.KINDS, "untied")):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
         self.make_transition()  # checks the rest
 
     def make_transition(self):
@@ -75,7 +79,8 @@ class Transition(nn.Module):
     """The linear map A that acts on the residual stream between two recurrent steps.
 
     Coordinates (2j, 2j+1) are read as one complex number, and A multiplies it by r exp(i theta): the plane turns by
-    theta and shrinks by r. The kinds are told apart by how many planes share a radius, and by having phases or not:
+    theta and shrinks by r. Only the diagonal has two radii in a plane. The kinds differ in how many radii and phases
+    there are:
 
         kind       radii  phases
         diagonal   d      none    every coordinate shrinks on its own; nothing turns
@@ -85,7 +90,8 @@ class Transition(nn.Module):
         identity   none   none    A = I: nothing fades, nothing turns
 
     Parameters: nu, one for each radius r = exp(-exp(nu)), and theta, one for each phase. `groups` also sets how often
-    the starting phases repeat, for every kind alike. Raises ValueError for arguments that fit no such map.
+    the starting phases repeat, for every kind alike: the three kinds that turn start as one and the same map. Raises
+    ValueError for arguments that fit no map.
     """
     KINDS = "diagonal", "conformal", "blockwise", "complex", "identity"
     PHASES = "log", "uniform", "small", "zero", "signs"
@@ -103,30 +109,30 @@ class Transition(nn.Module):
             raise ValueError(f"radius is {radius}; it must lie between 0.001 and 0.999")
         self.dim, self.kind, self.groups = dim, kind, groups
 
-        # All radii start at one value, so that no kind wins by its start. At Parcae's 0.447 a write has faded to a
-        # tenth after three steps.
+        # All radii start at one value, so that no kind wins by its radii. At Parcae's 0.447, the root of 1/5, a write
+        # has faded to less than a tenth after three steps.
         count = {"diagonal": dim, "conformal": 1, "blockwise": groups, "complex": dim // 2, "identity": 0}[kind]
         self.nu = nn.Parameter(torch.full((count,), math.log(-math.log(radius))))
 
         # Phases log-spaced from half a turn per step to nearly none make a clock with fast and slow hands. Every
-        # group is such a clock, and all kinds that turn start from the same phases.
+        # group is such a clock, with n hands: 4 of them at dim 64 and 8 groups.
         n = dim // 2 // groups
         start = {"log": torch.logspace(math.log10(math.pi), math.log10(0.03), n),
                  "uniform": torch.linspace(math.pi, math.pi / n, n),
                  "small": torch.logspace(-2, -3, n),
                  "zero": torch.zeros(n),
-                 "signs": torch.arange(n) % 2 * math.pi}[phases]  # 0 and pi: if frozen, a diagonal of both signs
+                 "signs": torch.arange(n) % 2 * math.pi}[phases]  # if they stay, a diagonal map of both signs
         self.theta = nn.Parameter(start.repeat(0 if kind in ("diagonal", "identity") else groups))
 
     def forward(self, h, steps=1):
         """A^steps h in closed form. h: (..., d) -> (..., d); steps: an integer >= 0."""
         if h.shape[-1:] != (self.dim,) or not h.is_floating_point() or steps < 0 or steps % 1:
-            raise ValueError(f"h is {tuple(h.shape)} {h.dtype} and steps {steps}; h must be (..., {self.dim}) and floating, "
+            raise ValueError(f"h is {tuple(h.shape)} {h.dtype}, steps {steps}; h must be (..., {self.dim}) and floating, "
                              "steps 0, 1, 2, ..")
         return self.power(steps)(h)
 
     def power(self, steps=1):
-        """The function h -> A^steps h. It works the eigenvalues out once, for as many calls as you like."""
+        """The function h -> A^steps h, (..., d) -> (..., d), with the eigenvalues worked out once for all its calls."""
         if self.kind == "identity":
             return lambda h: h
         if self.kind == "diagonal":
@@ -143,9 +149,9 @@ class Transition(nn.Module):
         return act
 
     def rates(self):
-        """exp(nu) = -log r, one for each radius."""
-        # float32 rounds exp(-exp(-17)) to 1 and exp(-exp(5)) to 0, and half precision would much sooner. A nu beyond
-        # these bounds has no gradient; none has been seen near them.
+        """exp(nu) = -log r, for each radius: (d,), (1,), (G,), (d/2,) or (0,), as in the table."""
+        # float32 rounds exp(-exp(-18)) to 1 and exp(-exp(5)) to 0, and half precision does so much sooner. A nu beyond
+        # these bounds gets no gradient.
         return torch.exp(self.nu.to(torch.promote_types(self.nu.dtype, torch.float32)).clamp(-16, 4))
 
     def radii(self):
@@ -160,7 +166,7 @@ class Transition(nn.Module):
         return theta.repeat_interleave(2) if len(theta) else theta.new_zeros(self.dim)
 
     def eigenvalues(self):
-        """(d,) complex: r exp(i theta) and r exp(-i theta) of each plane, next to each other; of a diagonal, r."""
+        """(d,) complex: r exp(i theta) and r exp(-i theta) of each plane, next to each other; without phases just r."""
         sign = torch.tensor([1, -1], device=self.nu.device).repeat(self.dim // 2)
         return torch.polar(self.radii(), self.phases() * sign)
 
@@ -170,7 +176,10 @@ class Transition(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block: causal attention with rotary positions, then an MLP. (B, T, d) -> (B, T, d)."""
+    """A pre-norm transformer block: causal attention with rotary positions, then an MLP. (B, T, d) -> (B, T, d).
+
+    rotary: (T, d/heads/2) complex, see there; mask: (T, T) bool, True where a position may look; cache: a Cache.
+    """
 
     def __init__(self, dim, heads):
         super().__init__()
@@ -204,36 +213,42 @@ class Block(nn.Module):
 
 
 class Cache:
-    """Keys and values of one block at one recurrent step: those of the last `window` positions, in a ring."""
+    """Keys and values of one block at one recurrent step: those of the last `window` positions, in a ring.
+
+    The first call may bring as many positions as fit, every later one brings one.
+    """
 
     def __init__(self, window):
         self.window, self.seen, self.rings = window, 0, None
 
     def __call__(self, *new):
-        """k, v (B, heads, T, size) of the next T positions, at first as many as fit, then one at a time -> k, v of all
-        the positions that these look back on."""
+        """k, v (B, heads, T, size) of the next positions -> k, v of all that these look back on, in any order, as each
+        key is already turned to its position."""
         T, at = new[0].shape[2], self.seen % self.window
         if self.rings is None:
             self.rings = [x.new_zeros(*x.shape[:2], self.window, x.shape[3]) for x in new]
         for ring, x in zip(self.rings, new):
             ring.narrow(2, at, T).copy_(x)
         self.seen += T
-        return [ring.narrow(2, 0, min(self.seen, self.window)) for ring in self.rings]  # in any order: k knows its place
+        return [ring.narrow(2, 0, min(self.seen, self.window)) for ring in self.rings]
 
 
 class LoopedTransformer(nn.Module):
-    """tokens (B, T) int64 -> logits (B, T, vocab_size) float32, with any number of loops >= 1."""
+    """tokens (B, T) int64 -> logits (B, T, vocab_size) float32, with any number of loops >= 1.
+
+    caches: loops * layers of them, those of the first step first; then tokens are the positions that follow.
+    """
 
     def __init__(self, config):
         super().__init__()
         c = self.config = config
         self.embed = nn.Embedding(c.vocab_size, c.dim)
-        nn.init.normal_(self.embed.weight, std=0.02)  # e is normalised, so this only says how fast training turns it
+        nn.init.normal_(self.embed.weight, std=0.02)  # e is normalised: this only sets how fast it turns in training
         stacks = c.loops if c.transition == "untied" else 1
         self.blocks = nn.ModuleList(Block(c.dim, c.heads) for _ in range(stacks * c.layers))
         self.transition = c.make_transition()
         self.norm, self.head = nn.LayerNorm(c.dim, bias=False), nn.Linear(c.dim, c.vocab_size, bias=False)
-        self.recompute = False  # True: keep no activations of a step, work them out again going backward
+        self.recompute = False  # True, in training: keep only h of each step, work out the rest again going backward
 
     def forward(self, tokens, loops=None, caches=None):
         c, T = self.config, tokens.shape[1]
@@ -241,13 +256,15 @@ class LoopedTransformer(nn.Module):
         if loops < 1:
             raise ValueError(f"loops is {loops}; it must be at least 1")
         start = caches[0].seen if caches else 0
+        if start and T > 1:
+            raise ValueError(f"{T} tokens after {start} in the caches; after the first call it takes one at a time")
         position = torch.arange(start, start + T, device=tokens.device)
         rotary, mask = Block.rotary(position, c.dim // c.heads), None
         if c.context and T > c.context:
             age = position[:, None] - position
             mask = (age >= 0) & (age < c.context)
 
-        def block(h, step):  # c.layers blocks, the same at every step unless they are untied
+        def block(h, step):  # all c.layers of them, the same at every step unless they are untied
             for i in range(step * c.layers, (step + 1) * c.layers):
                 h = self.blocks[i % len(self.blocks)](h, rotary, mask, caches[i] if caches else None)
             return h
@@ -266,15 +283,19 @@ class LoopedTransformer(nn.Module):
 
     @torch.inference_mode()
     def stream(self, tokens, n, loops=None, temperature=1.0, top_k=None, generator=None):
-        """Yields the next token (B, 1), n times. Temperature 0 takes the likeliest; top_k draws among the likeliest.
+        """Yields the next token (B, 1), n times. Temperature 0 takes the likeliest; top_k limits the draw to the k
+        likeliest, and those as likely as the last of them; 0 or None: to none.
 
-        Past config.context attention slides: each position looks back on that many, exactly as in forward.
+        Past config.context, attention slides: each position looks back on that many, as in forward. What a longer
+        prompt has beyond it is read one token at a time.
         """
         c, T = self.config, tokens.shape[1]
-        if T < 1 or n < 0 or not 0 <= temperature < math.inf:
-            raise ValueError(f"{T} tokens, n {n}, temperature {temperature}; take at least 1 token, and n, temperature >= 0")
+        loops = c.loops if loops is None else loops
+        if T < 1 or n < 0 or not 0 <= temperature < math.inf or (top_k or 0) < 0:
+            raise ValueError(f"{T} tokens, n {n}, temperature {temperature}, top_k {top_k}; take at least 1 token, and "
+                             "finite n, temperature, top_k of at least 0")
         window = min(c.context or T + n, T + n)
-        caches = [Cache(window) for _ in range((loops or c.loops) * c.layers)]
+        caches = [Cache(window) for _ in range(loops * c.layers)]
         logits = self(tokens[:, :window], loops, caches)
         for t in range(window, T):  # once the ring is full it takes one position at a time
             logits = self(tokens[:, t:t + 1], loops, caches)
@@ -285,6 +306,7 @@ class LoopedTransformer(nn.Module):
                 logits = self(token, loops, caches)
 
     def draw(self, logits, temperature, top_k, generator):
+        """(B, vocab_size) -> (B, 1)."""
         if temperature < 1e-6:
             return logits.argmax(-1, keepdim=True)
         if top_k:
@@ -302,10 +324,10 @@ class LoopedTransformer(nn.Module):
 def writes(transition, write, steps):
     """(d,) -> (steps, d): the directions of w, A w, A^2 w, ...; made length 1 at each step, so that none vanishes."""
     if steps < 1 or not 0 < write.abs().max() < math.inf:
-        raise ValueError(f"steps is {steps} and the write's largest part {write.abs().max()}; both must be above 0")
+        raise ValueError(f"steps is {steps}, the write's largest part {write.abs().max()}; take finite ones above 0")
     A, h, directions = transition.power(1), write, []
     for _ in range(steps):
-        h = h / h.abs().max()  # so that the norm's squares cannot vanish
+        h = h / h.abs().max()  # so that the squares in the norm do not underflow
         h = h / h.norm()
         directions.append(h)
         h = A(h)
@@ -321,13 +343,13 @@ def gram(transition, write, steps):
 def drift(transition, u, v, steps):
     """(d,), (d,) -> (steps,): the angle between A^t u and A^t v in degrees, t = 0 .. steps - 1."""
     u, v = writes(transition, u, steps), writes(transition, v, steps)
-    return torch.rad2deg(2 * torch.atan2((u - v).norm(dim=1), (u + v).norm(dim=1)))  # exact for small angles too
+    return torch.rad2deg(2 * torch.atan2((u - v).norm(dim=1), (u + v).norm(dim=1)))  # acos is not accurate near 0
 
 
 # ---- Pictures. The method ends here; the rest draws it in a terminal, 80 columns wide.
 
 def example(kind):
-    """A transition with radii spread out, as training may leave them, and even phases: the kinds differ to the eye."""
+    """A transition with its radii spread out, as training may leave them, and evenly spaced phases, to be looked at."""
     t = Transition(72, kind, groups=3, phases="uniform")
     radii = torch.linspace(0.55, 0.92, len(t.nu)) if len(t.nu) > 1 else torch.tensor([0.85])
     order = torch.randperm(len(radii), generator=torch.Generator().manual_seed(1))
@@ -336,7 +358,7 @@ def example(kind):
 
 
 def heat(cosines, colour):
-    """(n, n) -> n strings, two columns an entry: blue to red, or @@ oo == -- for below 0 and ░░ ▒▒ ▓▓ ██ for above."""
+    """(n, n) -> n strings, two columns an entry: blue to red, or @@ oo == --, blank at 0, ░░ ▒▒ ▓▓ ██."""
     ramp = [f"\033[48;5;{c}m  \033[0m" for c in (21, 33, 75, 153, 254, 223, 215, 202, 196)] if colour else \
         [2 * c for c in "@o=- ░▒▓█"]
     return ["".join(ramp[round(4 * c) + 4] for c in row) for row in cosines.clamp(-1, 1).tolist()]
@@ -365,7 +387,7 @@ def show(named, colour=False):
             row += "".join(f"{a:4.0f}" for a in angle[[0, 8, 32, 128]]) + " "
             row += "".join("▁▂▃▄▅▆▇█"[min(7, int(a / 90 * 8))] for a in angle[:121:24])
         print(row)
-    print("A bar for every 24 steps. Kept: among planes that turn and share one radius.")
+    print("Bars: after 0, 24 .. 120 steps, full at 90 degrees. Kept where radii are shared.")
 
     write = torch.randn(named[0][1].dim, generator=random)
     for title, pictures, reading in (
@@ -373,14 +395,14 @@ def show(named, colour=False):
              [heat(gram(t, write, 17)[::2, ::2], colour) for _, t in named],
              "Full or red: the same direction still. Diagonal stripes: only the age counts."),
             ("SPECTRUM. The eigenvalues r exp(+-i theta) in the unit disk",
-             [disc(t.eigenvalues().detach()) for _, t in named],
-             "Right half of the axis: nothing turns. A circle: one radius for many phases.")):
+             [disc(t.eigenvalues().detach().cpu()) for _, t in named],
+             "Real axis, right half: nothing turns. A circle within: one radius, many phases.")):
         print(f"\n{title}\n" + "  ".join(f"{name:18}" for name, _ in named).rstrip())
         print("\n".join(map("  ".join, zip(*pictures))) + f"\n{reading}")
 
 
 def main(argv):
-    """Draws an example of each kind; or, with a checkpoint, its transition at the start and as learned."""
+    """Draws an example of each kind but the identity; or a checkpoint's transition, at its start and as learned."""
     sys.stdout, sys.stderr = (x or open(os.devnull, "w") for x in (sys.stdout, sys.stderr))
     sys.stdout.reconfigure(errors="replace")
     named = [(kind, example(kind)) for kind in Transition.KINDS[:4]]
@@ -390,13 +412,13 @@ def main(argv):
     if argv:
         import train
         try:
-            model = train.load(argv[0])[2]
+            _, _, model = train.load(argv[0])
         except train.UserError as e:
             print(f"looped.py: {e}", file=sys.stderr)
             return 2
         named = [("start", model.config.make_transition()), ("learned", model.transition)]
     try:
-        show(named, sys.stdout.isatty() and "NO_COLOR" not in os.environ)
+        show(named, sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
         sys.stdout.flush()
     except OSError:  # nobody reads on, as in | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

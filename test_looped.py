@@ -249,6 +249,10 @@ def test_forward_contract():
         assert model(tokens).dtype == torch.float32
     with pytest.raises(ValueError, match="loops is 0"):
         model(tokens, 0)
+    caches = [Cache(9) for _ in range(3)]
+    model(tokens, 3, caches)
+    with pytest.raises(ValueError, match="one at a time"):
+        model(tokens, 3, caches)
 
 
 def test_recompute_changes_nothing():
@@ -274,7 +278,7 @@ def test_transition_says_what_does_not_fit():
     for temperature in -1.0, math.nan, math.inf:
         with pytest.raises(ValueError, match="temperature"):
             small().generate(torch.zeros(1, 1, dtype=torch.int64), 3, temperature=temperature)
-    with pytest.raises(ValueError, match="above 0"):
+    with pytest.raises(ValueError, match="finite ones"):
         gram(t, torch.zeros(16), 3)
     with pytest.raises(ValueError, match="heads is 2"):
         Block(6, 2)

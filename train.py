@@ -9,7 +9,7 @@ Train a looped transformer on state tracking or on text, and see what it learned
     python train.py --compare --seeds 5                  every transition, one table
     python train.py --bench                              what a step costs, and where
 
-In order: train(), which is the loop; optimisers, model, evaluation, checkpoints, sampling, comparison, benchmark, flags.
+In order: train(), which is the loop; optimisers, model, evaluation, checkpoints, comparison, benchmark, flags.
 """
 import argparse
 import contextlib
@@ -74,8 +74,8 @@ def train(o, state=None):
         save_now = (step + 1) % o.every == 0 or step + 1 == o.steps or bool(stop)
         look = save_now or device == "cpu" or step % 20 == 0  # a GPU has to be waited for
         if look and not loss.isfinite() or save_now and not all(p.isfinite().all() for p in model.parameters()):
-            raise UserError(f"step {step} went wrong: loss {loss.item()}, learning rate {lr:.2g}; try a smaller --lr or "
-                            f"--init. {path} holds an earlier step")
+            raise UserError(f"step {step} went wrong: loss {loss.item()}, learning rate {lr:.2g}; try a smaller --lr "
+                            f"or --init. {path} holds an earlier step")
         if look:
             rate = (step + 1 - start) * tokens.numel() / (time.monotonic() - began)
             bar.set_postfix_str(f"loss {loss.item():.3f}, lr {lr:.1e}, {rate / 1000:.0f}k tok/s", refresh=False)
@@ -234,7 +234,7 @@ def build(o, device, autocast, state=None):
 
 
 def compile_blocks(model, autocast, tokens):
-    """Compiles the blocks, not the loop, so that a new loop count compiles nothing; goes on without where that fails."""
+    """Compiles the blocks, not the loop, so that a new loop count compiles nothing. Where it fails, it is left out."""
     try:
         warnings.filterwarnings("ignore", ".*complex operators")  # compiled or not, the rotations come out the same
         for block in model.blocks:
@@ -345,7 +345,7 @@ def save(path, o, task, step, seconds, model, optimizers, generator):
 
 
 def load(path):
-    """A checkpoint's state, the options of its run, and its model. Runs nothing that is in the file, and trusts nothing."""
+    """A checkpoint's state, the options of its run, its model. Runs nothing that is in the file, and trusts nothing."""
     try:
         if not Path(path).is_file():
             raise FileNotFoundError("there is no such file")
@@ -356,11 +356,13 @@ def load(path):
         vocabulary, chars = state["vocab_size"], state["chars"]
         check(type(vocabulary) is int and 0 < vocabulary < 2 ** 21, "vocabulary")
         check(isinstance(state["digest"], str), "digest")
-        check(chars == "".join(sorted(set(chars))) and len(chars) == (vocabulary if run.task == "text" else 0), "characters")
+        check(chars == "".join(sorted(set(chars))), "characters")
+        check(len(chars) == (vocabulary if run.task == "text" else 0), "characters")
         check(type(state["step"]) is int and 0 <= state["step"] <= run.steps, "step")
         check(type(state["seconds"]) in (int, float) and 0 <= state["seconds"] < 1e12, "time")
         stacks = loop_bounds(run)[1] if run.transition == "untied" else 1
-        check(sum("norm1" in name for name in state["model"]) == stacks * run.layers, "number of blocks")  # before they are made
+        # The number of blocks is checked before they are made.
+        check(sum("norm1" in name for name in state["model"]) == stacks * run.layers, "number of blocks")
         with torch.device("meta"):  # shapes alone; the weights are the file's
             model = make_model(run, vocabulary)
         check(all(usable(x, model.state_dict()[name].shape) for name, x in state["model"].items()), "weights")
@@ -369,14 +371,14 @@ def load(path):
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             keys = {"momentum"} if isinstance(optimizer, Muon) else {"step", "exp_avg", "exp_avg_sq"}
             for i, held in saved.items():
-                check(held.keys() == keys and all(usable(held[k], () if k == "step" else parameters[i].shape) for k in keys),
-                      "optimiser")
+                shapes = {k: () if k == "step" else parameters[i].shape for k in keys}
+                check(held.keys() == keys and all(usable(held[k], shapes[k]) for k in keys), "optimiser")
         for name in "generator", "rng":
             torch.Generator().set_state(state[name])
     except OSError as e:
         raise UserError(f"cannot read {path}: {e.strerror or e}") from None
     except (zipfile.BadZipFile, pickle.UnpicklingError):
-        raise UserError(f"{path} is not a checkpoint of this program, or not a whole one; nothing in it was run") from None
+        raise UserError(f"{path} is not a checkpoint of this program, or not whole; nothing in it was run") from None
     except Exception as e:  # a hostile file can raise anything
         raise UserError(f"{path} is not a checkpoint of this program, or was changed ({first_line(e)})") from None
     return state, run, model
@@ -476,7 +478,8 @@ def run_one(o, digest):
 def compare(o):
     """Every transition with every seed, side by side on the cores there are, and a table of each metric."""
     kinds, results = RUN["transition"][0], {}
-    runs = [argparse.Namespace(**vars(o) | {"transition": kind, "seed": seed}) for seed in range(o.seeds) for kind in kinds]
+    runs = [argparse.Namespace(**vars(o) | {"transition": kind, "seed": seed})
+            for seed in range(o.seeds) for kind in kinds]
     workers = os.cpu_count() if pick_device(o.device)[0] == "cpu" else 1
     try:
         digest = make_task(o).digest
@@ -486,13 +489,14 @@ def compare(o):
     interrupted = spawn.Event()
     threads = max(1, os.cpu_count() // workers)
     with ProcessPoolExecutor(workers, spawn, start_worker, (threads, interrupted)) as pool:
-        interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the workers inherit this, and stop where train() says
+        interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the workers inherit it, and stop where train() says
         summaries = pool.map(run_one, runs, [digest] * len(runs))
         signal.signal(signal.SIGINT, interrupt)
         try:
             for run, summary in zip(runs, summaries):
                 results[run.transition, run.seed] = summary
-                print(checkpoint_path(run).stem, *(f"{name} {show(summary[name])}" for name in main_metrics(o)), flush=True)
+                shown = (f"{name} {show(summary[name])}" for name in main_metrics(o))
+                print(checkpoint_path(run).stem, *shown, flush=True)
         except BrokenProcessPool:
             raise UserError("a run was killed, perhaps for want of memory; the same command goes on") from None
         except KeyboardInterrupt:
@@ -613,7 +617,8 @@ def bench(o):
         print(f"{n:5}{times[n, False]:9.1f}{memory[n, False]:8.0f}{times[n, True]:16.1f}{memory[n, True]:8.0f}")
 
     print("\npositions     ms   us/token   (about as many tokens in each)")
-    sizes = {n: changed(task="state", length=n - 1, batch=max(1, o.batch * positions // n)) for n in (16, 64, 256, 1024)}
+    sizes = {n: changed(task="state", length=n - 1, batch=max(1, o.batch * positions // n))
+             for n in (16, 64, 256, 1024)}
     for n, ms in milliseconds({n: make_step(x) for n, x in sizes.items()}, device, 5).items():
         print(f"{n:9}{ms:7.1f}{1000 * ms / n / sizes[n].batch:11.1f}")
 
@@ -672,7 +677,7 @@ RUN = {
     "radius": (number(0.001, 0.999), 0.447, "start of every radius"),
     "phases": (Transition.PHASES, "log", "start of the phases"),
     "freeze": (("nothing", "radii", "phases"), "nothing", "what of the transition stays at its start"),
-    "init": (number(0.0, 100), (0.02, 0.0), "standard deviation of the blocks' matrices; 0: torch's own, 0.58 / sqrt(inputs)"),
+    "init": (number(0.0, 100), (0.02, 0.0), "standard deviation of the blocks' matrices; 0: torch's, 0.58 / sqrt(inputs)"),
     "optimizer": (("muon", "adamw"), ("adamw", "muon"), "for the blocks' matrices; all else takes adamw"),
     "lr": (number(1e-8, 1000), (0.003, 0.01), "highest learning rate"),
     "steps": (number(1, 10 ** 9), 2000, "training steps"),
@@ -743,7 +748,8 @@ def parse(argv):
     o.mode = next((mode for mode in USES if mode in o.given), "a run")
     useless = o.given - USES[o.mode] - {o.mode}
     if useless:
-        beside = {"resume": "--resume, which takes the run's flags from the checkpoint", "a run": f"--task {o.task} alone"}
+        beside = {"resume": "--resume, which takes the run's flags from the checkpoint",
+                  "a run": f"--task {o.task} alone"}
         raise UserError(f"{spelled(min(useless))} has no use with {beside.get(o.mode, '--' + o.mode)}; leave it out")
     for name, task in ("text", "text"), ("group", "state"):
         if name in o.given and o.task != task:
