@@ -264,21 +264,22 @@ class LoopedTransformer(nn.Module):
             age = position[:, None] - position
             mask = (age >= 0) & (age < c.context)
 
-        def block(h, step):  # all c.layers of them, the same at every step unless they are untied
-            for i in range(step * c.layers, (step + 1) * c.layers):
+        e = F.rms_norm(self.embed(tokens), (c.dim,))
+        A = self.transition.power(1)
+
+        def recurrent_step(h, step):
+            if step > 0:  # the first step begins with A 0 + e
+                h = A(h) + e if c.inject == "every" else A(h)
+            for i in range(step * c.layers, (step + 1) * c.layers):  # the same blocks at every step, unless untied
                 h = self.blocks[i % len(self.blocks)](h, rotary, mask, caches[i] if caches else None)
             return h
 
-        def recomputed_block(h, step):
-            return torch.utils.checkpoint.checkpoint(block, h, step, use_reentrant=False)
-
-        e = F.rms_norm(self.embed(tokens), (c.dim,))
-        A = self.transition.power(1)
-        h = e  # the first step, A 0 + e
+        h = e
         for step in range(loops):
-            if step > 0:
-                h = A(h) + e if c.inject == "every" else A(h)
-            h = recomputed_block(h, step) if self.recompute and self.training else block(h, step)
+            if self.recompute and self.training:
+                h = torch.utils.checkpoint.checkpoint(recurrent_step, h, step, use_reentrant=False)
+            else:
+                h = recurrent_step(h, step)
         return self.head(self.norm(h)).float()
 
     @torch.inference_mode()
