@@ -22,8 +22,7 @@ LoopedTransformer, the loop above; then two ways to look at A, and pictures of i
     e, h     (B, T, d)  embedded input; residual stream
     N        recurrent steps (loops)
     A        (d, d)     transition, formed only to check: multiplying by its eigenvalues is enough
-    r_g      (G,)       radius of group g, in (0, 1): what a write keeps of its length in one step (blockwise; see the
-                        table in Transition for the other kinds)
+    r_g      (G,)       blockwise: radius of group g, in (0, 1), what a write keeps of its length in one step
     theta_j  (d/2,)     phase of plane j, in radians: how far a write turns in one step
 
 Sources: the transitions follow a paper on blockwise conformal transitions of which only the abstract and three
@@ -94,7 +93,7 @@ class Transition(nn.Module):
     ValueError for arguments that fit no map.
     """
     KINDS = "diagonal", "conformal", "blockwise", "complex", "identity"
-    PHASES = "log", "uniform", "small", "zero", "signs"
+    PHASES = "log", "uniform", "zero"
 
     def __init__(self, dim, kind="blockwise", groups=8, radius=0.447, phases="log"):
         super().__init__()
@@ -119,9 +118,7 @@ class Transition(nn.Module):
         n = dim // 2 // groups
         start = {"log": torch.logspace(math.log10(math.pi), math.log10(0.03), n),
                  "uniform": torch.linspace(math.pi, math.pi / n, n),
-                 "small": torch.logspace(-2, -3, n),
-                 "zero": torch.zeros(n),
-                 "signs": torch.arange(n) % 2 * math.pi}[phases]  # if they stay, a diagonal map of both signs
+                 "zero": torch.zeros(n)}[phases]
         self.theta = nn.Parameter(start.repeat(0 if kind in ("diagonal", "identity") else groups))
 
     def forward(self, h, steps=1):
