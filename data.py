@@ -69,8 +69,7 @@ def multiplication_table(kind, n):
         return np.add.outer(np.arange(n), np.arange(n)) % n
     perms = np.array(list(itertools.permutations(range(n))))
     if kind == "A":
-        inversions = sum(perms[:, i] > perms[:, j] for i in range(n) for j in range(i + 1, n))
-        perms = perms[inversions % 2 == 0]
+        perms = perms[np.linalg.det(np.eye(n)[perms]) > 0]  # the determinant of its matrix is a permutation's sign
     digits = n ** np.arange(n)[::-1]  # read as a number, a permutation keeps its place in the order
     return np.stack([np.searchsorted(perms @ digits, perms[:, a] @ digits) for a in perms])
 
@@ -104,7 +103,7 @@ class Text:
         if "\r\n" in text:
             text = text.replace("\r\n", "\n")
             print(f"{name}: read the line ends CR LF as LF", file=sys.stderr)
-        points, ids = np.unique(code_points(text), return_inverse=True)
+        points, ids = np.unique(np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32), return_inverse=True)
         self.chars, self.vocab_size = "".join(map(chr, points)), len(points)
         self.digest = hashlib.sha256(text.encode()).hexdigest()
         ids, cut = torch.from_numpy(ids.astype(np.int32)), int(0.9 * len(ids))
@@ -112,12 +111,11 @@ class Text:
 
     def encode(self, text):
         """str -> (len,) int64. Raises ValueError for a character that the text does not have."""
-        points, known = code_points(text), code_points(self.chars)
-        ids = np.searchsorted(known, points).clip(max=len(known) - 1)
-        if (known[ids] != points).any():
-            odd = chr(points[known[ids] != points][0])
-            raise ValueError(f"character {odd!r} is not among the {len(known)} of the text: {self.chars!r}")
-        return torch.from_numpy(ids)
+        ids = {c: i for i, c in enumerate(self.chars)}
+        for c in text:
+            if c not in ids:
+                raise ValueError(f"character {c!r} is not among the {len(ids)} of the text: {self.chars!r}")
+        return torch.tensor([ids[c] for c in text], dtype=torch.int64)
 
     def decode(self, ids):
         """(len,) integers -> str."""
@@ -132,10 +130,6 @@ class Text:
         start = torch.randint(len(ids) - context, (n,), generator=generator)
         window = ids[start[:, None] + torch.arange(context + 1)].long().to(device)
         return window[:, :-1], window[:, 1:]
-
-
-def code_points(text):
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
 
 
 @functools.cache  # a benchmark asks for it again and again

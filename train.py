@@ -185,18 +185,25 @@ def loop_bounds(o):
 
 
 def make_task(o):
-    if o.task == "state":
-        return WordProblem(o.group, o.length)
-    task = Text(o.text or None)
-    for split in task.splits:
-        task.batch(split, 1, o.length)  # which complains, now, if the text is too short
-    return task
+    try:
+        if o.task == "state":
+            return WordProblem(o.group, o.length)
+        task = Text(o.text or None)
+        for split in task.splits:
+            task.batch(split, 1, o.length)  # which complains, now, if the text is too short
+        return task
+    except ValueError as e:
+        raise UserError(e) from None
 
 
 def make_model(o, vocab_size):
     context = o.length if o.task == "text" else 0
-    model = LoopedTransformer(Config(vocab_size, o.dim, o.heads, o.layers, loop_bounds(o)[1], o.transition, o.groups,
-                                     o.inject, o.radius, o.phases, context))
+    try:
+        config = Config(vocab_size, o.dim, o.heads, o.layers, loop_bounds(o)[1], o.transition, o.groups, o.inject,
+                        o.radius, o.phases, context)
+    except ValueError as e:
+        raise UserError(e) from None
+    model = LoopedTransformer(config)
     model.transition.nu.requires_grad_(o.freeze != "radii")
     model.transition.theta.requires_grad_(o.freeze != "phases")
     return model
@@ -204,12 +211,9 @@ def make_model(o, vocab_size):
 
 def build(o, device, autocast, state=None):
     """Options, and maybe a checkpoint's state -> task, model, optimizers, generator, draw() -> tokens, targets."""
-    try:
-        task = make_task(o)
-        torch.manual_seed(o.seed)  # a transition draws nothing from it, so all kinds start from the same blocks
-        model = make_model(o, task.vocab_size)
-    except ValueError as e:
-        raise UserError(e) from None
+    task = make_task(o)
+    torch.manual_seed(o.seed)  # a transition draws nothing from it, so all kinds start from the same blocks
+    model = make_model(o, task.vocab_size)
     for p in model.blocks.parameters():
         if o.init and p.ndim == 2:
             torch.nn.init.normal_(p, std=o.init)
@@ -457,10 +461,7 @@ def compare(o):
     runs = [argparse.Namespace(**vars(o) | {"transition": kind, "seed": seed})
             for seed in range(o.seeds) for kind in kinds]
     workers = os.cpu_count() if pick_device(o.device)[0] == "cpu" else 1
-    try:
-        digest = make_task(o).digest
-    except ValueError as e:
-        raise UserError(e) from None
+    digest = make_task(o).digest
     spawn = multiprocessing.get_context("spawn")
     interrupted = spawn.Event()
     threads = max(1, os.cpu_count() // workers)
