@@ -93,7 +93,7 @@ class Transition(nn.Module):
     ValueError for arguments that fit no map.
     """
     KINDS = "diagonal", "conformal", "blockwise", "complex", "identity"
-    PHASES = "log", "uniform", "zero"
+    PHASES = "log", "uniform", "zero", "signs"
 
     def __init__(self, dim, kind="blockwise", groups=8, radius=0.447, phases="log"):
         super().__init__()
@@ -118,7 +118,8 @@ class Transition(nn.Module):
         n = dim // 2 // groups
         start = {"log": torch.logspace(math.log10(math.pi), math.log10(0.03), n),
                  "uniform": torch.linspace(math.pi, math.pi / n, n),
-                 "zero": torch.zeros(n)}[phases]
+                 "zero": torch.zeros(n),
+                 "signs": math.pi * (1 - torch.arange(n) % 2)}[phases]  # kept there: real, every other plane negative
         self.theta = nn.Parameter(start.repeat(0 if kind in ("diagonal", "identity") else groups))
 
     def forward(self, h, steps=1):
@@ -245,7 +246,7 @@ class LoopedTransformer(nn.Module):
         self.blocks = nn.ModuleList(Block(c.dim, c.heads) for _ in range(stacks * c.layers))
         self.transition = c.make_transition()
         self.norm, self.head = nn.LayerNorm(c.dim, bias=False), nn.Linear(c.dim, c.vocab_size, bias=False)
-        self.recompute = False  # True, in training: keep only h of each step, work out the rest again going backward
+        self.recompute = False  # True, in training: keep h at log2(loops) steps, work out the rest again going backward
 
     def forward(self, tokens, loops=None, caches=None):
         c, T = self.config, tokens.shape[1]
@@ -271,11 +272,18 @@ class LoopedTransformer(nn.Module):
                 h = self.blocks[i % len(self.blocks)](h, rotary, mask, caches[i] if caches else None)
             return h
 
-        h = e
-        for step in range(loops):
-            if self.recompute and self.training:
-                h = torch.utils.checkpoint.checkpoint(recurrent_step, h, step, use_reentrant=False)
-            else:
+        def recomputed(h, first, last):  # steps first .. last - 1; the earlier half is forgotten until it is needed
+            if last - first == 1:
+                return recurrent_step(h, first)
+            middle = (first + last) // 2
+            h = torch.utils.checkpoint.checkpoint(recomputed, h, first, middle, use_reentrant=False)
+            return recomputed(h, middle, last)
+
+        if self.recompute and self.training:
+            h = recomputed(e, 0, loops)
+        else:
+            h = e
+            for step in range(loops):
                 h = recurrent_step(h, step)
         return self.head(self.norm(h)).float()
 

@@ -255,14 +255,30 @@ def test_forward_contract():
         model(tokens, 3, caches)
 
 
-def test_recompute_changes_nothing():
+@pytest.mark.parametrize("loops,steps", [(1, 1), (2, 3), (3, 5), (8, 8 + 4 * 3), (16, 16 + 8 * 4)])
+def test_recompute_changes_nothing_and_costs_n_log_n(loops, steps):
     model, tokens = small().double(), torch.randint(11, (2, 5))
-    grads = []
+    grads, calls = [], []
+    model.blocks[0].register_forward_pre_hook(lambda *_: calls.append(1))
     for model.recompute in False, True:
         model.zero_grad()
-        model(tokens).logsumexp(-1).sum().backward()
-        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        calls.clear()
+        model(tokens, loops).logsumexp(-1).sum().backward()
+        assert len(calls) == (steps if model.recompute else loops)
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     assert torch.equal(*grads)
+
+
+def test_recompute_keeps_the_activations_of_one_step():
+    model, kept = small(), {}
+    for model.recompute in False, True:
+        for loops in 4, 32:
+            saved = []
+            with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(1) or x, lambda x: x):
+                model(torch.zeros(2, 5, dtype=torch.int64), loops)
+            kept[model.recompute, loops] = len(saved)
+    assert kept[True, 32] - kept[True, 4] <= 3 * 2  # three more halvings, a few tensors each
+    assert kept[True, 32] < kept[False, 4] < kept[False, 32] / 6
 
 
 def test_transition_says_what_does_not_fit():

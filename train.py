@@ -591,7 +591,7 @@ def bench(o):
         memory = dict(zip(loops, pool.map(peak_memory, loops.values())))
     print("\nloops       ms     MiB  recomputed: ms     MiB")
     for n in (2, 4, 8, 16, 32):
-        print(f"{n:5}{times[n, False]:9.1f}{memory[n, False]:8.0f}{times[n, True]:16.1f}{memory[n, True]:8.0f}")
+        print(f"{n:5}{times[n, False]:9.1f}{memory[n, False]:8.1f}{times[n, True]:16.1f}{memory[n, True]:8.1f}")
 
     print("\npositions     ms   us/token   (about as many tokens in each)")
     sizes = {n: changed(task="state", length=n - 1, batch=max(1, o.batch * positions // n))
