@@ -81,6 +81,12 @@ def test_eigenvalues(kind):
     assert (kind in TURNING) == bool(t.phases().any())
 
 
+@pytest.mark.parametrize("kind", TURNING)
+def test_phases_that_start_as_signs_make_a_real_map(kind):
+    eigenvalues = Transition(64, kind, phases="signs").eigenvalues()
+    assert eigenvalues.imag.abs().max() < 1e-6 and sorted(eigenvalues.real.sign().tolist()) == [-1] * 32 + [1] * 32
+
+
 def test_nesting():
     h, conformal, complex_ = vectors(5), scattered("conformal"), scattered("complex")
     one, all_ = scattered("blockwise", groups=1, seed=5), scattered("blockwise", groups=12, seed=5)
