@@ -272,20 +272,21 @@ class LoopedTransformer(nn.Module):
                 h = self.blocks[i % len(self.blocks)](h, rotary, mask, caches[i] if caches else None)
             return h
 
-        def recomputed(h, first, last):  # steps first .. last - 1; the earlier half is forgotten until it is needed
-            if last - first == 1:
-                return recurrent_step(h, first)
-            middle = (first + last) // 2
-            h = torch.utils.checkpoint.checkpoint(recomputed, h, first, middle, use_reentrant=False)
-            return recomputed(h, middle, last)
-
         if self.recompute and self.training:
-            h = recomputed(e, 0, loops)
+            h = self.recomputed(recurrent_step, e, 0, loops)
         else:
             h = e
             for step in range(loops):
                 h = recurrent_step(h, step)
         return self.head(self.norm(h)).float()
+
+    def recomputed(self, recurrent_step, h, first, last):
+        """Steps first .. last - 1. What the earlier half works out is forgotten, and done again going backward."""
+        if last - first == 1:
+            return recurrent_step(h, first)
+        middle = (first + last) // 2
+        h = torch.utils.checkpoint.checkpoint(self.recomputed, recurrent_step, h, first, middle, use_reentrant=False)
+        return self.recomputed(recurrent_step, h, middle, last)
 
     @torch.inference_mode()
     def stream(self, tokens, n, loops=None, temperature=1.0, top_k=None, generator=None):
