@@ -805,6 +805,8 @@ def test_an_interrupted_comparison_goes_on(tmp_path, capsys):
 
 def test_interval():
     assert train.interval([1.0, 2.0, 3.0]).split() == ["2.0000", "1.0000", "-0.4826", "..", "4.4826", "3"]
+    low, high = (float(x) for x in train.interval([*map(float, range(15))]).split()[2:5:2])
+    assert abs((high - low) / 2 - 2.145 * 20 ** 0.5 / 15 ** 0.5) < 0.01  # the variance of 0 .. 14 is 20
     assert train.interval([]).split() == ["-", "0"] and train.interval([0.5]).split() == ["0.5000", "1"]
 
 

@@ -494,10 +494,11 @@ def compare(o):
 
 
 def interval(values):
-    """Mean, standard deviation and 95 % interval of the mean by Student's t (from 10 values on, that for 10)."""
+    """Mean, standard deviation and 95 % interval of the mean by Student's t."""
     if len(values) < 2:
         return f"{show(values[0]) if values else '-':>8}" + " " * 29 + f"{len(values):3}"
-    t = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)[min(len(values), 10) - 2]
+    few = 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26
+    t = few[len(values) - 2] if len(values) <= 10 else 1.96 + 2.6 / (len(values) - 1)  # true to .01
     mean, std = statistics.mean(values), statistics.stdev(values)
     half = t * std / len(values) ** 0.5
     return f"{mean:8.4f} {std:7.4f}  {mean - half:7.4f} .. {mean + half:7.4f} {len(values):3}"
