@@ -143,11 +143,9 @@ def tinyshakespeare(url, sha256):
             raw = reply.read()
         if not intact(raw):
             raise OSError("what came is not the file (its SHA-256 differs)")
-        with contextlib.suppress(OSError):  # without a cache it is fetched again next time
+        with contextlib.suppress(OSError):  # without it, or with half of it, it is fetched again next time
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(f".{os.getpid()}")  # moved into place whole, or never seen
-            partial.write_bytes(raw)
-            partial.replace(path)
+            path.write_bytes(raw)
         return raw
     except (OSError, HTTPException, RuntimeError) as e:  # the last: nobody's home
         from pydoc_data.topics import topics

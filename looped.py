@@ -10,11 +10,11 @@ parameters. Between two steps a linear *transition* A acts on the residual strea
         h = block(h)         # the same weights every step
     logits = head(norm(h))
 
-A *write* is a vector w that e or a block adds to h; made at step s, the residual stream carries it to step t as
-A^(t-s) w. Whether the block can still read it there, and can tell how old it is, depends on the geometry of A. A map is
-*conformal* if it keeps all angles: a rotation times one scale. The rotations here turn fixed planes, each of two
-neighbouring coordinates. Read in order: Config; Transition, the subject; Block, an ordinary transformer block;
-LoopedTransformer, the loop above; then two ways to look at A, and pictures of it.
+A *write* is a vector w that e or a block adds to h. If it is made at step s, it has become A^(t-s) w at step t. Whether
+the block can still read it there, and can tell how old it is, depends on the geometry of A. A map is *conformal* if it
+keeps all angles: a rotation times one scale. The rotations here turn fixed planes, each of two neighbouring
+coordinates. Read in order: Config; Transition, the subject; Block, an ordinary transformer block; LoopedTransformer,
+the loop above; then two ways to look at A, and pictures of it.
 
     B, T     sequences in a batch, positions in a sequence
     d        width of the residual stream (dim); plane j is the pair of coordinates (2j, 2j+1)
@@ -22,7 +22,7 @@ LoopedTransformer, the loop above; then two ways to look at A, and pictures of i
     e, h     (B, T, d)  embedded input; residual stream
     N        recurrent steps (loops)
     A        (d, d)     transition, formed only to check: multiplying by its eigenvalues is enough
-    r_g      (G,)       blockwise: radius of group g, in (0, 1), what a write keeps of its length in one step
+    r        in (0, 1)  radius: what a write keeps of its length in one step; how many there are, the kind says
     theta_j  (d/2,)     phase of plane j, in radians: how far a write turns in one step
 
 Sources: the transitions follow a paper on blockwise conformal transitions of which only the abstract and three
@@ -78,8 +78,8 @@ class Transition(nn.Module):
     """The linear map A that acts on the residual stream between two recurrent steps.
 
     Coordinates (2j, 2j+1) are read as one complex number, and A multiplies it by r exp(i theta): the plane turns by
-    theta and shrinks by r. Only the diagonal has two radii in a plane. The kinds differ in how many radii and phases
-    there are:
+    theta and keeps r of its length. Only the diagonal has two radii in a plane. The kinds differ in how many radii and
+    phases there are:
 
         kind       radii  phases
         diagonal   d      none    every coordinate shrinks on its own; nothing turns
@@ -89,7 +89,7 @@ class Transition(nn.Module):
         identity   none   none    A = I: nothing fades, nothing turns
 
     Parameters: nu, one for each radius r = exp(-exp(nu)), and theta, one for each phase. `groups` also sets how often
-    the starting phases repeat, for every kind alike: the three kinds that turn start as one and the same map. Raises
+    the starting phases repeat, in all three kinds that turn: they start as one and the same map. Raises
     ValueError for arguments that fit no map.
     """
     KINDS = "diagonal", "conformal", "blockwise", "complex", "identity"
@@ -119,7 +119,7 @@ class Transition(nn.Module):
         start = {"log": torch.logspace(math.log10(math.pi), math.log10(0.03), n),
                  "uniform": torch.linspace(math.pi, math.pi / n, n),
                  "zero": torch.zeros(n),
-                 "signs": math.pi * (1 - torch.arange(n) % 2)}[phases]  # kept there: real, every other plane negative
+                 "signs": math.pi * (1 - torch.arange(n) % 2)}[phases]  # frozen: planes 0, 2, .. negative
         self.theta = nn.Parameter(start.repeat(0 if kind in ("diagonal", "identity") else groups))
 
     def forward(self, h, steps=1):
@@ -241,7 +241,7 @@ class LoopedTransformer(nn.Module):
         super().__init__()
         c = self.config = config
         self.embed = nn.Embedding(c.vocab_size, c.dim)
-        nn.init.normal_(self.embed.weight, std=0.02)  # e is normalised: this only sets how fast it turns in training
+        nn.init.normal_(self.embed.weight, std=0.02)  # e is normalised: only how fast it changes follows
         stacks = c.loops if c.transition == "untied" else 1
         self.blocks = nn.ModuleList(Block(c.dim, c.heads) for _ in range(stacks * c.layers))
         self.transition = c.make_transition()
@@ -281,7 +281,10 @@ class LoopedTransformer(nn.Module):
         return self.head(self.norm(h)).float()
 
     def recomputed(self, recurrent_step, h, first, last):
-        """Steps first .. last - 1. What the earlier half works out is forgotten, and done again going backward."""
+        """Steps first .. last - 1. Of the earlier half only its first h is kept; it is done again going backward.
+
+        In all, log2(N) h and the activations of one step are kept, and N/2 log2(N) steps done again.
+        """
         if last - first == 1:
             return recurrent_step(h, first)
         middle = (first + last) // 2
@@ -291,10 +294,10 @@ class LoopedTransformer(nn.Module):
     @torch.inference_mode()
     def stream(self, tokens, n, loops=None, temperature=1.0, top_k=None, generator=None):
         """Yields the next token (B, 1), n times. Temperature 0 takes the likeliest; top_k limits the draw to the k
-        likeliest, and those as likely as the last of them; 0 or None: to none.
+        likeliest, and those as likely as the last of them; 0 or None: no limit.
 
-        Past config.context, attention slides: each position looks back on that many, as in forward. What a longer
-        prompt has beyond it is read one token at a time.
+        Past config.context, attention slides: each position looks back on that many, as in forward. A longer prompt is
+        read one token at a time from there.
         """
         c, T = self.config, tokens.shape[1]
         loops = c.loops if loops is None else loops
