@@ -111,11 +111,9 @@ class Text:
 
     def encode(self, text):
         """str -> (len,) int64. Raises ValueError for a character that the text does not have."""
-        ids = {c: i for i, c in enumerate(self.chars)}
-        for c in text:
-            if c not in ids:
-                raise ValueError(f"character {c!r} is not among the {len(ids)} of the text: {self.chars!r}")
-        return torch.tensor([ids[c] for c in text], dtype=torch.int64)
+        if unknown := [c for c in text if c not in self.chars]:
+            raise ValueError(f"character {unknown[0]!r} is not among the {len(self.chars)} of the text: {self.chars!r}")
+        return torch.tensor([self.chars.index(c) for c in text], dtype=torch.int64)
 
     def decode(self, ids):
         """(len,) integers -> str."""

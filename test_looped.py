@@ -514,7 +514,7 @@ def spawn(*argv, **kw):
 
 def same(a, b):
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a if k not in ("seconds", "fingerprint"))
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a if k != "seconds")
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
@@ -590,6 +590,11 @@ def test_compile_without_a_compiler_goes_on(tmp_path, capsys, monkeypatch):
     assert "no compiler here" in (err := capsys.readouterr().err) and err.count("\n") == 1
 
 
+def seal(path):
+    """Ends a file as a checkpoint ends."""
+    path.write_bytes(path.read_bytes() + hashlib.sha256(path.read_bytes()).digest())
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """Good and bad files for the table below."""
@@ -613,8 +618,10 @@ def made(tmp_path_factory):
     class Evil:
         def __reduce__(self):
             return os.mkdir, (str(d / "pwned"),)
-    (d / "evil.pt").write_bytes(pickle.dumps(Evil()))
+    (d / "evil.pt").write_bytes(pickle.dumps(Evil(), 2))
     torch.save({"run": Evil()}, d / "evil2.pt")
+    for name in "other", "shape", "evil", "evil2":  # what is refused is what they hold
+        seal(d / f"{name}.pt")
     return {"dir": d, "state": state, "text": text}
 
 
@@ -667,44 +674,17 @@ def test_bad_input_gets_one_line(line, named, made, capsys):
     shutil.rmtree(made["dir"] / "never", ignore_errors=True)
 
 
-def tampered():
-    """Where in a checkpoint, and what somebody put there."""
-    head, first = ("model", "head.weight"), ("optimizers", 0, 0)
-    yield from [(("run", name), value) for name, value in {
-        "task": "text", "layers": 10 ** 9, "loops": "9-3", "lr": math.nan, "dim": "16", "group": "Q8", "seed": True,
-        "transition": ["untied"], "groups": 3, "freeze": torch.zeros(2), "batch": 0}.items()]
-    yield from [(("step",), -1), (("step",), 3), (("step",), "2"), (("seconds",), math.inf), (("seconds",), None), (("seconds",), torch.tensor(1.0)),
-                (("vocab_size",), 2 ** 40), (("vocab_size",), 8), (("chars",), "ab"), (("digest",), 5), (("digest",), "S4"),
-                (("generator",), torch.zeros(3, dtype=torch.uint8)), (("rng",), "x"), (("optimizers",), []),
-                ((*first, "exp_avg"), torch.zeros(3)), ((*first, "exp_avg"), torch.zeros(1, 1).expand(7, 16)), ((*first, "step"), torch.tensor(math.nan)), (first, {}), (first, 7)]
-    yield from [(head, x) for x in (
-        torch.full((7, 16), math.nan), torch.zeros(7, 16, dtype=torch.complex64), torch.zeros(7, 16).to_sparse(),
-        torch.zeros(7, 16, dtype=torch.float64), torch.zeros(7, 16, device="meta"), torch.zeros(7, 16, 1), "none")]
-
-
-@pytest.mark.parametrize("where,what", [*tampered()])
-def test_a_checkpoint_made_by_hand_gets_one_line(where, what, made, tmp_path, capsys):
-    content = inner = torch.load(made["state"], weights_only=True)
-    for key in where[:-1]:
-        inner = inner[key]
-    inner[where[-1]] = what
-    torch.save(content, tmp_path / "x.pt")
-    assert run("--resume", tmp_path / "x.pt") == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1 and "x.pt" in err, err
-
-
-def test_a_flipped_bit_is_seen_or_changes_nothing(made, tmp_path):
-    whole, dice, seen = made["state"].read_bytes(), random.Random(), 0
+def test_a_checkpoint_that_anything_changed_gets_one_line(made, tmp_path, capsys):
+    whole, dice, x = made["state"].read_bytes(), random.Random(), tmp_path / "x.pt"
     for _ in range(40):
         raw, at = bytearray(whole), dice.randrange(len(whole))
         raw[at] ^= 1 << dice.randrange(8)
-        (tmp_path / "x.pt").write_bytes(raw)
-        try:
-            assert same(train.load(tmp_path / "x.pt")[0], train.load(made["state"])[0]), at  # a date or a padding
-        except train.UserError:
-            seen += 1
-    assert seen > 10
+        x.write_bytes(raw)
+        assert run("--resume", x) == 2 and (err := capsys.readouterr().err).count("\n") == 1 and "x.pt" in err, at
+    content = torch.load(made["state"], weights_only=True)
+    content["run"]["lr"] = 0.5
+    torch.save(content, x)
+    assert run("--resume", x) == 2 and capsys.readouterr().err.count("\n") == 1
 
 
 def test_a_checkpoint_of_any_name_keeps_its_summary_apart(made, tmp_path):
@@ -744,9 +724,9 @@ def test_out_is_not_overwritten_by_another_run(tmp_path, capsys):
     assert run(*TINY, "--steps=9", "--out", tmp_path) == 0  # reports again, trains nothing
     assert "holds step 9 of 9" in capsys.readouterr().out and file.read_bytes() == whole
     content = torch.load(file, weights_only=True)
-    del content["fingerprint"]
     content["run"]["lr"] = 0.5
-    torch.save(content | {"fingerprint": train.fingerprint(content)}, file)
+    torch.save(content, file)
+    seal(file)
     before = file.read_bytes()
     assert run(*TINY, "--steps=9", "--out", tmp_path) == 2
     assert "other flags" in capsys.readouterr().err and file.read_bytes() == before

@@ -24,13 +24,11 @@ import re
 import shlex
 import signal
 import statistics
+import subprocess
 import sys
-import threading
 import time
 import warnings
-import zipfile
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -345,19 +343,9 @@ def save(path, o, task, step, seconds, model, optimizers, generator):
              "optimizers": [x.state_dict()["state"] for x in optimizers], "generator": generator.get_state(),
              "rng": torch.get_rng_state()}
     buffer = io.BytesIO()
-    torch.save(state | {"fingerprint": fingerprint(state)}, buffer)
-    write(path, buffer.getvalue())
-
-
-def fingerprint(x):
-    """SHA-256 of nested dicts, lists, tensors, numbers and strings. Whatever a hand or a disk changes in them shows."""
-    if isinstance(x, torch.Tensor):
-        raw = f"{x.dtype} {tuple(x.shape)} ".encode() + x.cpu().numpy().tobytes()
-    elif isinstance(x, dict):
-        raw = repr([(key, fingerprint(value)) for key, value in x.items()]).encode()
-    else:
-        raw = repr([fingerprint(value) for value in x] if isinstance(x, list) else x).encode()
-    return hashlib.sha256(raw).hexdigest()
+    torch.save(state, buffer)
+    content = buffer.getvalue()
+    write(path, content + hashlib.sha256(content).digest())  # torch.load does not mind what comes after the end
 
 
 def load(path):
@@ -365,11 +353,11 @@ def load(path):
     try:
         if not Path(path).is_file():
             raise FileNotFoundError("there is no such file")
-        if not zipfile.is_zipfile(path):  # torch would take it for one of its older kinds
+        raw = Path(path).read_bytes()
+        content, digest = raw[:-32], raw[-32:]
+        if hashlib.sha256(content).digest() != digest:
             raise ValueError
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        if state.pop("fingerprint") != fingerprint(state):
-            raise ValueError
+        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         run = argparse.Namespace(**{name: state["run"][name] for name in RUN})
         with torch.device("meta"):  # shapes alone; the weights are the file's
             model = make_model(run, state["vocab_size"])
@@ -424,25 +412,18 @@ def sample(o):
 
 # ---- The comparison
 
-INTERRUPTED = []  # in a worker: one multiprocessing.Event
-
-
-def start_worker(threads, interrupted):
-    torch.set_num_threads(threads)
-    INTERRUPTED.append(interrupted)
-    parent = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # if it is killed, so are we
-
-
 def run_one(o, digest):
-    """In a worker: the metrics of a run; and the run itself, if it is not there yet, or only half done."""
+    """The metrics of a run, from its summary; if that is not there yet, its own command makes it, in a process."""
     path = summary_path(checkpoint_path(o))
-    if INTERRUPTED and INTERRUPTED[0].is_set():
-        raise UserError("interrupted")
     if not path.exists():
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-            if start(o):
-                raise UserError("interrupted; the same command goes on")
+        flags = {name: getattr(o, name) for name in o.given - {"compare", "seeds"} | {"transition", "seed"}}
+        command = [spelled(name) if value is True else f"{spelled(name)}={value}" for name, value in flags.items()]
+        run = subprocess.run([sys.executable, __file__, *command], capture_output=True, text=True)
+        if run.returncode == 2:
+            raise UserError(run.stderr.splitlines()[-1].removeprefix("train.py: "))
+        if run.returncode:
+            killed = run.returncode < 0 or run.returncode == 130
+            raise UserError("a run was killed or stopped; the same command goes on") if killed else RuntimeError(run.stderr)
     try:
         summary = json.loads(path.read_text())
         metrics = {name: summary[name] for name in main_metrics(o)}
@@ -461,23 +442,15 @@ def compare(o):
     runs = [argparse.Namespace(**vars(o) | {"transition": kind, "seed": seed})
             for seed in range(o.seeds) for kind in kinds]
     workers = os.cpu_count() if pick_device(o.device)[0] == "cpu" else 1
+    os.environ["OMP_NUM_THREADS"] = str(os.cpu_count() // workers)  # torch in those processes asks for it
     digest = make_task(o).digest
-    spawn = multiprocessing.get_context("spawn")
-    interrupted = spawn.Event()
-    threads = max(1, os.cpu_count() // workers)
-    with ProcessPoolExecutor(workers, spawn, start_worker, (threads, interrupted)) as pool:
-        interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the workers inherit it, and stop where train() says
-        summaries = pool.map(run_one, runs, [digest] * len(runs))
-        signal.signal(signal.SIGINT, interrupt)
+    with ThreadPoolExecutor(workers) as pool:
         try:
-            for run, summary in zip(runs, summaries):
-                results[run.transition, run.seed] = summary
-                shown = (f"{name} {show(summary[name])}" for name in main_metrics(o))
+            for run, metrics in zip(runs, pool.map(run_one, runs, [digest] * len(runs))):
+                results[run.transition, run.seed] = metrics
+                shown = (f"{name} {show(metrics[name])}" for name in main_metrics(o))
                 print(checkpoint_path(run).stem, *shown, flush=True)
-        except BrokenProcessPool:
-            raise UserError("a run was killed, perhaps for want of memory; the same command goes on") from None
-        except KeyboardInterrupt:
-            interrupted.set()
+        except KeyboardInterrupt:  # the runs hear of it too, and save
             print("interrupted; the same command goes on")
             raise
         finally:
