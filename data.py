@@ -147,6 +147,6 @@ def tinyshakespeare(url, sha256):
         return raw
     except (OSError, HTTPException, RuntimeError) as e:  # the last: nobody's home
         from pydoc_data.topics import topics
-        print(f"no tinyshakespeare: {e or type(e).__name__}. Taking Python's own manual instead, on which losses are not "
-              "comparable; --text FILE takes any text", file=sys.stderr)
+        print(f"no tinyshakespeare: {e or type(e).__name__}. Taking Python's own manual instead, on which losses are "
+              "not comparable; --text FILE takes any text", file=sys.stderr)
         return "\n".join(topics.values()).encode()

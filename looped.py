@@ -125,8 +125,8 @@ class Transition(nn.Module):
     def forward(self, h, steps=1):
         """A^steps h in closed form. h: (..., d) -> (..., d); steps: an integer >= 0."""
         if h.shape[-1:] != (self.dim,) or not h.is_floating_point() or steps < 0 or steps % 1:
-            raise ValueError(f"h is {tuple(h.shape)} {h.dtype}, steps {steps}; h must be (..., {self.dim}) and floating, "
-                             "steps 0, 1, 2, ..")
+            raise ValueError(f"h is {tuple(h.shape)} {h.dtype}, steps {steps}; h must be (..., {self.dim}) and "
+                             "floating, steps 0, 1, 2, ..")
         return self.power(steps)(h)
 
     def power(self, steps=1):

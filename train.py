@@ -422,8 +422,9 @@ def run_one(o, digest):
         if run.returncode == 2:
             raise UserError(run.stderr.splitlines()[-1].removeprefix("train.py: "))
         if run.returncode:
-            killed = run.returncode < 0 or run.returncode == 130
-            raise UserError("a run was killed or stopped; the same command goes on") if killed else RuntimeError(run.stderr)
+            if run.returncode < 0 or run.returncode == 130:
+                raise UserError("a run was killed or stopped; the same command goes on")
+            raise RuntimeError(run.stderr)
     try:
         summary = json.loads(path.read_text())
         metrics = {name: summary[name] for name in main_metrics(o)}
@@ -552,7 +553,8 @@ def bench(o):
 
     device, positions = pick_device(o.device)[0], o.length + (o.task == "state")
     print(f"A training step: {o.task}, batch {o.batch}, length {o.length}, dim {o.dim}, {o.loops} loops, {device}, "
-          f"{torch.get_num_threads()} threads, torch {torch.__version__}\n\n{'transition':16}      ms  tokens/s  of untied")
+          f"{torch.get_num_threads()} threads, torch {torch.__version__}\n\n"
+          f"{'transition':16}      ms  tokens/s  of untied")
     steps = {kind: make_step(changed(transition=kind)) for kind in RUN["transition"][0]}
     times = milliseconds(steps | {"matrix products": make_products(o)}, device)
     for name, ms in times.items():
@@ -628,7 +630,7 @@ RUN = {
     "radius": (number(0.001, 0.999), 0.447, "start of every radius"),
     "phases": (Transition.PHASES, "log", "start of the phases"),
     "freeze": (("nothing", "radii", "phases"), "nothing", "what of the transition stays at its start"),
-    "init": (number(0.0, 100), (0.02, 0.0), "standard deviation of the blocks' matrices; 0: torch's, 0.58 / sqrt(inputs)"),
+    "init": (number(0.0, 100), (0.02, 0.0), "spread (std) of the block matrices; 0: torch's, 0.58 / sqrt(inputs)"),
     "optimizer": (("muon", "adamw"), ("adamw", "muon"), "for the blocks' matrices; all else takes adamw"),
     "lr": (number(1e-8, 1000), (0.003, 0.01), "highest learning rate"),
     "steps": (number(1, 10 ** 9), 2000, "training steps"),
